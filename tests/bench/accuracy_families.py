@@ -71,6 +71,7 @@ FOLDERS = (
     "h200",
 )
 _ERRORS = Path(__file__).parents[2] / "fingerprint/data/depth_tied_errors.json"
+EARLIER_GRAPHS = FOLDERS[4]
 NEWEST = FOLDERS[:4]  # of the release that goals are of
 PUBLISHED_WITH = {
     "L2 by the wall's clock (paper)": "the paper's method, taken literally",
@@ -96,7 +97,8 @@ def _rows_of(folder: str) -> tuple[FamilyRow, ...]:
     families = dict.fromkeys(family_of(one) for one, _ in predicted)
     groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
     for family, group in (*groups, ("all", predicted)):
-        found.append(_row(family, [one for one, _ in group], [row for _, rows in group for row in rows]))
+        row = _row(family, [one for one, _ in group], [row for _, rows in group for row in rows])
+        found.append(replace(row, has_earlier_graphs=folder == EARLIER_GRAPHS))
         assert " and " not in found[-1].gpu, f"{folder}: a folder is of one kind of GPU, not {found[-1].gpu}"
     return tuple(found)
 

@@ -131,7 +131,8 @@ def family_table(rows: Iterable[FamilyRow], pooled: FamilyRow, parts: Iterable[F
 def _heading(row: FamilyRow) -> str:
     earlier = ", calls with compilations counted" if row.measured[1] < PROTOCOL_SINCE else ""
     several = ", on two of them" if all(model.endswith((" TP 2", " PP 2")) for model in row.models) else ""
-    return f"{row.engine}, {row.gpu}{several}{earlier}"
+    graphs = ", before their graphs were larger" if row.has_earlier_graphs else ""
+    return f"{row.engine}, {row.gpu}{several}{graphs}{earlier}"
 
 
 def _line(row: FamilyRow, goals: Mapping[str, Goal]) -> str:

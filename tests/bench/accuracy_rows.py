@@ -122,3 +122,4 @@ class FamilyRow:
     blocks: float
     profile_s: float  # longest, GPU-seconds
     graph_tokens: int = 512  # of the largest CUDA graph
+    has_earlier_graphs: bool = False  # of mixtures that were recorded again with larger ones

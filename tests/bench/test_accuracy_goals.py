@@ -93,3 +93,10 @@ def test_the_summary_names_each_row_that_misses_the_farthest_first() -> None:
     assert {name: cell for name, cell in cells.items() if cell == "met"}.keys() == {
         f"{goal.name}: {goal.said}" for goal in POOLED.values()
     }
+
+
+def test_recordings_with_earlier_graphs_have_a_heading_of_their_own() -> None:
+    before = replace(GOOD, family="before", has_earlier_graphs=True)
+    lines = family_table([GOOD, before], GOOD, ()).splitlines()
+    assert [line.count("**") for line in lines[-4:]] == [2, 0, 2, 0]
+    assert lines[-4] != lines[-2]
