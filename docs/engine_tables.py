@@ -49,7 +49,7 @@ _DELTAS_HEAD = """\
 Served next to their base as adapters are, in slots: of any format up to a size (`--delta-mib`), or of one format
 (`--delta-format`, those below). Else merged: `iserve variant deploy`, and `iserve variant add` with
 `--as-deployment`, write base + delta out and serve that by a deployment of its own
-([variants](variants.md#deployments-of-their-own)). Which tensors slots hold, a plan says.
+([deltas](deltas.md#deployments-of-their-own)). Which tensors slots hold, a plan says.
 """
 
 

@@ -152,6 +152,8 @@ PAGES = {
     DOCS / "performance.md": measured("performance.md"),
     DOCS / "risk.md": measured("risk.md"),
     DOCS / "placement.md": measured("placement.md"),
+    DOCS / "adapters-measured.md": measured("adapters-measured.md"),
+    DOCS / "deltas.md": measured("deltas.md"),
     DOCS / "variants.md": measured("variants.md"),
     DOCS / "worlds.md": measured("worlds.md"),
     DECISIONS / "0017-graph-sizes.md": measured("decisions/0017-graph-sizes.md"),

@@ -14,7 +14,7 @@ from fingerprint.model_spec import ModelSpec
 __all__ = ["DELTA_FAMILIES", "PLANNED_ONLY", "EngineCapabilities", "Exclusion", "Note", "Selection", "Verified"]
 
 PLANNED_ONLY = {Vendor.AMD: "planned, not deployed by iServe: AMD"}  # vendors that no worker is started on
-# Dense models that are compressed (docs/variants.md), with linears q, k, v, o, gate, up and down, joined or not.
+# Dense models that are compressed (docs/deltas.md), with linears q, k, v, o, gate, up and down, joined or not.
 DELTA_FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "internlm3", "iquestcoder", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 )

@@ -13,7 +13,7 @@ from fingerprint.delta import FORMATS
 from tests.bench.delta_compress import MAX_RATIO, MIN_SAME
 
 ROOT = Path(__file__).parents[2]
-PAGE, DECISION = ROOT / "docs" / "variants.md", ROOT / "docs" / "decisions" / "0052-compression-speed.md"
+PAGE, DECISION = ROOT / "docs" / "deltas.md", ROOT / "docs" / "decisions" / "0052-compression-speed.md"
 KEPT = Path(__file__).parent / "results" / "delta_compress_h200.json"
 
 
@@ -42,7 +42,7 @@ def test_the_whole_command_on_the_gpu_is_on_both_pages(kept: Any) -> None:
     first, second, output = (f"{units[name]:.1f}" for name in ("layer 0", "layer 1", "output layer"))
     read, embeddings = f"{units['read and hashed']:.1f}", f"{units['embeddings']:.1f}"
     said = {total, peak.split()[0], whole.split()[0], first, second, output, read, embeddings}
-    assert said <= numbers_after(PAGE, "### Cost")
+    assert said <= numbers_after(PAGE, "## Cost")
     assert said | {f"{kept['cpu']['total_s']:.1f}"} <= numbers_after(DECISION, "## Measured")
     for page in (PAGE, DECISION):
         assert "extrapolated" in page.read_text()
@@ -65,7 +65,7 @@ def test_each_matrix_has_its_ratio_in_the_decision(kept: Any) -> None:
         assert f"| matrix {number} ({rows:,} x {hidden:,}) | {cells} |" in decision
     own = sum(gpu[name] for name in cpu)
     assert (f"{sum(cpu.values()):.1f}", f"{sum(cpu.values()) / own:.1f}") == ("47.4", "6.5")
-    assert {"47", f"{own:.1f}"} <= numbers_after(PAGE, "### Cost")
+    assert {"47", f"{own:.1f}"} <= numbers_after(PAGE, "## Cost")
     assert {"47.4", "6.5"} <= numbers_after(DECISION, "## Measured")
 
 

@@ -17,7 +17,7 @@ from tests.bench.delta_gpu_hours import (
     table,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deltas.md"
 MEMORY = ServerMemory(gpu_bytes=100, fixed_bytes=18, kv_bytes_per_token=0.5)
 
 

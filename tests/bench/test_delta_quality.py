@@ -23,7 +23,7 @@ from tests.bench.delta_quality import (
 )
 from tests.bench.kept import read_kept
 
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deltas.md"
 
 
 @pytest.fixture(scope="module")

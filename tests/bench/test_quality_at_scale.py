@@ -23,7 +23,7 @@ from tests.bench.quality_at_scale_studies import (
 from tests.bench.quality_at_scale_tables import formats_table, ranks_table
 from tests.bench.variant_quality import BASE, FULL, LETTERS, OTHER_BASE, lora_name
 
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deltas.md"
 KEPT = Path(__file__).with_name("results") / "quality_at_scale_h200"
 LARGE, TINY = SCALES["large"], SCALES["tiny"]
 

@@ -1,4 +1,4 @@
-"""Figures of docs/variants.md, docs/accuracy.md, decisions 48 and 54 on adapters, held to what H200s recorded."""
+"""Figures of docs/adapters-measured.md, docs/accuracy.md, decisions 48 and 54 on adapters, held to what H200s recorded."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def words(page: str) -> str:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_are_on_the_page(table: Callable[[], str]) -> None:
-    assert table() in (DOCS / "variants.md").read_text()
+    assert table() in (DOCS / "adapters-measured.md").read_text()
 
 
 def test_recordings_are_of_the_day_that_the_page_says() -> None:
-    found = re.search(r"measured on (\S+) and with the code of that day", words("variants.md"))
+    found = re.search(r"measured on (\S+) and with the code of that day", words("adapters-measured.md"))
     assert found is not None
     assert {found[1]} == {bench.kept_contest().date, bench.kept_steps().date}
 
 
 def part(begin: str, end: str) -> str:
     """Return the text of the variants' page from one mark to the next, without line ends."""
-    return words("variants.md").partition(begin)[2].partition(end)[0]
+    return words("adapters-measured.md").partition(begin)[2].partition(end)[0]
 
 
 DECISION = words("decisions/0048-delta-plug-in.md")
@@ -150,7 +150,7 @@ def test_goals_that_are_missed_are_called_so() -> None:
 
 def test_the_surplus_is_as_the_page_says() -> None:
     """The text below the table has its figure again."""
-    found = re.search(r"up to ([\d.]+%) faster than vLLM", words("variants.md"))
+    found = re.search(r"up to ([\d.]+%) faster than vLLM", words("adapters-measured.md"))
     assert found is not None
     assert f" to {found[1]} higher" in bench.goals_table()
 

@@ -12,7 +12,7 @@ from fingerprint.codec import from_json, to_json
 from tests.bench.kept import read_kept
 from tests.bench.variant_quality import CONTROLS, FULL, Sizes, Study, lora_name, run_study, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "adapters-measured.md"
 SMALL = Sizes(
     facts=64,
     batch=64,

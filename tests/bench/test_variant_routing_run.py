@@ -42,7 +42,7 @@ from tests.golden_words import Golden
 RESULTS = Path(__file__).parent / "results"
 CPU, VLLM = CASES["torch"], CASES["vllm"]
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 2, "vocab_size": 64}
-PAGE = Path(__file__).parents[2] / "docs" / "variants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "adapters-measured.md"
 
 
 def recording() -> RoutingRun:

@@ -23,7 +23,7 @@ from tests.bench.variant_routing_run import (
 from tests.bench.variant_routing_served import CASES
 
 ROOT = Path(__file__).parents[2]
-PAGE, DECISION = ROOT / "docs" / "variants.md", ROOT / "docs" / "decisions" / "0044-variant-routing.md"
+PAGE, DECISION = ROOT / "docs" / "adapters-measured.md", ROOT / "docs" / "decisions" / "0044-variant-routing.md"
 VLLM = CASES["vllm"]
 PAIRS = [(0.3, 0), (0.3, 1), (0.6, 0)]
 Pair = tuple[Turn, Turn]

@@ -1,4 +1,4 @@
-"""Tables and figures of docs/variants.md and decision 54 on adapters, of what an H200 recorded."""
+"""Tables and figures of docs/adapters-measured.md and decision 54 on adapters, of what an H200 recorded."""
 
 from __future__ import annotations
 

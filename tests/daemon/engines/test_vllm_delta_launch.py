@@ -262,7 +262,7 @@ class TestTable:
         golden("engines", str(table.refusal(LLAMA, replace(INT2, engine="torch"), H200)))
 
     def test_every_family_is_one_that_compressing_takes(self) -> None:
-        text = (Path(__file__).parents[3] / "docs" / "variants.md").read_text()
+        text = (Path(__file__).parents[3] / "docs" / "deltas.md").read_text()
         line = next(line for line in text.splitlines() if line.startswith("| compressed and served"))
         assert set(line.strip("| ").partition("|")[2].strip().split(", ")) >= DELTA_FAMILIES
 
