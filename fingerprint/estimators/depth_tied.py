@@ -74,7 +74,8 @@ class DepthTiedEstimator(ProfileEstimator):
             ttft_s, tpot_s = found.ttft_s.value, found.tpot_s.value
             if self._floor.allows(config, workload, ttft_s=ttft_s, tpot_s=tpot_s):
                 return found, near
-        by_peaks = self._roofline.estimate(config, workload)  # the GPU cannot keep those times
+        # The GPU cannot keep those times; that experts lie on it as wholes changes none of its peaks.
+        by_peaks = self._roofline.estimate(config.without_expert_parallel, workload)
         return Latency(by_peaks.ttft_s, by_peaks.tpot_s), None
 
     def _padded(self, config: DeploymentConfig, workload: Workload, found: Latency) -> Latency:

@@ -338,7 +338,7 @@ def _with_expert_parallel(
 
     found = _added(measured, wanted, order.max_seconds / 2, order, target, fingerprints)
     tried = {point.key.config(found.engine) for point in found.timing}.union(gap.config for gap in found.unreached)
-    if any(one.expert_parallel for one in tried):
+    if found is not measured or any(one.expert_parallel for one in tried):
         return found
     note = "expert parallelism was not measured: it takes free GPUs, and a measurement on them without it"
     return replace(found, notes=(*found.notes, note))

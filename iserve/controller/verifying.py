@@ -106,15 +106,17 @@ class Verifier:
                 model=row.model,
                 shape_hash=row.shape_hash,
                 engine=row.engine,
-                in_force=row.machine_key == keys[row.engine] and self._has_graphs_of_profile(row),
+                in_force=row.machine_key == keys[row.engine] and self._has_graphs_of_today(row),
                 verification=row.verification,
             )
             for row in rows
         )
 
-    def _has_graphs_of_profile(self, row: VerificationRow) -> bool:
+    def _has_graphs_of_today(self, row: VerificationRow) -> bool:
         profile = self._store.profile(row.shape_hash, row.engine, row.machine_key)
-        return profile is None or profile.graph_tokens == row.verification.graph_tokens
+        if profile is None:
+            return True
+        return row.verification.graph_tokens == largest_graph(row.engine, is_mixture=profile.spec.is_mixture)
 
     def forget(self, model: str) -> None:
         """Correct nothing by the checks of ``model`` any more, nor the models of its shape.
@@ -139,7 +141,11 @@ class Verifier:
 
         Raises:
             ConflictError: its engine was replaced meanwhile; nothing is kept.
+            NotMeasuredError: nothing is predicted of it; nothing is measured.
         """
+        node = ask_daemon(self._daemon, DaemonClient.node)
+        estimator = self._profiler.estimator(running.profile, running.engine, node)
+        estimator.estimate(running.spec.config, running.planned)
         worker = CheckedWorker(
             running.spec, running.engine, running.url, self._daemon, running.source.spec, running.token
         )

@@ -110,7 +110,7 @@ class VerificationJobDocument:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredVerification:
     """A check that is kept. It corrects every model of its shape on its engine, while it is ``in_force``: the
-    devices, the driver and the engine's version are as they were."""
+    devices, the driver, the engine's version and its largest CUDA graph are as they were."""
 
     model: str
     """Model that was checked."""
@@ -170,7 +170,7 @@ def verification_document(
 
 def _taught(base: Estimator, check: Verification) -> tuple[Correction, Correction | None]:
     """Return the corrections of the check's own two workloads; of one request alone, if that was timed."""
-    corrected = CorrectedEstimator(base, (check,))
+    corrected = CorrectedEstimator(base, (check,), graph_tokens=check.graph_tokens)
     run = [check.workload] + ([] if check.single_request is None else [check.single_request.workload])
     found = [corrected.estimate(check.config, workload).correction for workload in run]
     assert found[0] is not None, "it is what was checked"

@@ -62,11 +62,17 @@ def test_it_is_predicted_from_its_own_points() -> None:
 
 
 def test_its_errors_are_kept_apart() -> None:
+    """Errors of two models of other shapes: those with it move its predictions, those without it do not."""
     errors = measured_errors([without(), with_it()])
     assert sum(error.expert_parallel for error in errors) == len(errors) / 2 > 0
-    rest = Calibration(tuple(error for error in errors if not error.expert_parallel))
-    predicted = [predict_l3(replace(with_it(), model="another"), one) for one in (rest, Calibration())]
-    assert predicted[0] == predicted[1]
+
+    def predicted(*, expert_parallel: bool) -> object:
+        own = [error for error in errors if error.expert_parallel == expert_parallel]
+        of_others = (replace(error, shape_hash=f"{number:016x}") for error in own for number in (1, 2))
+        return predict_l3(with_it(), Calibration(tuple(of_others)))
+
+    assert predicted(expert_parallel=False) == predict_l3(with_it(), Calibration())
+    assert predicted(expert_parallel=True) != predict_l3(with_it(), Calibration())
 
 
 def test_one_does_not_replace_the_other_among_the_newest() -> None:

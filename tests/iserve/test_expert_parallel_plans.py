@@ -10,7 +10,7 @@ import pytest
 
 from daemon.engines.registry import capabilities_for
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import ConfigError, EngineError
+from fingerprint.errors import ConfigError, EngineError, TooLittleTimeError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
@@ -144,6 +144,25 @@ class TestProfiles:
         assert len(shown) == 1
         print_profile(taken(expert_parallel=False), estimator_for(taken(expert_parallel=False)), FASTEST.workload)
         assert "expert" not in capsys.readouterr().out
+
+    def test_too_little_time_is_not_called_a_lack_of_gpus(self) -> None:
+        machine = MixtureMachine()
+
+        def refuses(tp: int, pp: int) -> Exception | None:
+            last = [event for event in machine.log if event[0] == "open"][-1]
+            return TooLittleTimeError("90 s end before one point") if "experts" in last else None
+
+        machine.refuses_to_open = refuses
+        found = profiled(machine, quality=Quality.EXACT, source=MIXTURE, expert_parallel=True)
+        assert any("too little time" in note for note in found.notes)
+        assert not any("free GPUs" in note for note in found.notes)
+
+    def test_times_that_the_gpu_cannot_keep_are_those_of_its_peaks(self) -> None:
+        profile, work = taken(0.3), Workload(256, 4000, 16)
+        by_peaks = RooflineEstimator(profile.spec, profile.machine.device).estimate(TP2, work)
+        found = estimator_for(profile).estimate(EP2, work)
+        assert (found.ttft_s.value, found.tpot_s.value) == (by_peaks.ttft_s.value, by_peaks.tpot_s.value)
+        assert found.measured_config is None
 
 
 class TestPlans:

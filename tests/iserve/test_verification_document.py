@@ -123,6 +123,11 @@ def test_each_figure_is_measured_over_predicted_and_inside_or_not(golden: Golden
     golden("reports", found["kv_tokens"].method)
 
 
+def test_a_worker_with_larger_graphs_teaches_as_any() -> None:
+    """Those of a mixture on vLLM."""
+    assert document(replace(CHECK, graph_tokens=4096)) == document()
+
+
 def test_a_cache_smaller_than_was_ordered_is_outside() -> None:
     assert figures(document(replace(CHECK, kv_tokens=159)))["kv_tokens"].within_interval is False
     assert figures(document(replace(CHECK, kv_tokens=160)))["kv_tokens"].within_interval is True

@@ -33,9 +33,9 @@ def test_all_tensors_are_those_that_safetensors_reads(
 ) -> None:
     monkeypatch.setattr(tensor_file, "_GROUP_BYTES", group_bytes)
     random = torch.Generator().manual_seed(0)
-    types = (torch.bfloat16, torch.float16, torch.float32)
+    types = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
     tensors = {
-        f"layers.{number}.lora_{side}.weight": torch.randn(shape, generator=random).to(types[number % 3])
+        f"layers.{number}.lora_{side}.weight": torch.randn(shape, generator=random).to(types[number % 6])
         for number in range(7)
         for side, shape in (("A", (3, 16 + number)), ("B", (40, 3)))
     }
@@ -89,6 +89,13 @@ def test_a_file_that_is_cut_short_is_refused_with_its_name(tmp_path: Path, cut: 
         {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]},
         {"dtype": "F4", "shape": [4], "data_offsets": [0, 16]},
         {"dtype": "F32", "shape": [4]},
+        {"dtype": [], "shape": [4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [4], "data_offsets": "0 16"},
+        {"dtype": "F32", "shape": [4], "data_offsets": None},
         "a tensor",
     ],
 )
@@ -98,6 +105,27 @@ def test_a_header_that_is_not_true_is_refused(tmp_path: Path, entry: object) -> 
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     with pytest.raises(ValueError, match=r"adapter\.safetensors|F4"):
         tensor_file.AdapterFile(file, pin=False)
+
+
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "adapter.safetensors"
+    file.write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter\.safetensors"):
+        tensor_file.AdapterFile(file, pin=False)
+
+
+def test_values_behind_an_odd_number_of_smaller_ones_are_read(tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]},
+        }
+    ).encode()
+    file = tmp_path / "adapter.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes([1, 2, 3]) + struct.pack("<2f", 1.5, -2.0))
+    found = tensor_file.AdapterFile(file, pin=False)
+    assert found.get_tensor("a").tolist() == [1, 2, 3]
+    assert found.get_tensor("b").tolist() == [1.5, -2.0]
 
 
 def test_threads_read_all_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,20 @@ def reading_pauses_before_each_name_and_tensor() -> None:
 
 
 @case
+def one_of_the_same_folder_as_a_step_uses_is_loaded() -> None:
+    """Two variants of one content; steps of the first go on while the second is asked for."""
+    with adapters(1) as (folder,):
+        tiny = tiny_model(adapters_alone=True, loads_adapters_aside=True)
+        load(tiny, 1, folder)
+        with pytest.raises(ValueError, match=BEING_READ):
+            tiny.runner.add_lora(request(10, folder))
+        tiny.runner.lora_manager.loads.wait()
+        tiny.runner._set_active_loras((1, 0, 1), (1, 0, 1), {request(1, folder)})
+        assert tiny.runner.add_lora(request(11, folder))
+        assert {1, 11} <= set(tiny.manager.lora_index_to_id)
+
+
+@case
 def no_page_is_locked_where_loads_are_next_to_steps() -> None:
     """Memory as where vLLM locks pages, which torch refuses without a GPU."""
     from vllm.lora import lora_model, lora_weights, model_manager

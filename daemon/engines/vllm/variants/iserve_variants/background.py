@@ -76,10 +76,10 @@ class BackgroundLoader(Generic[K, T]):
             read: returns what a folder has; in the thread.
             fill: fills the spare place with it; in the thread.
             begin: called before a thread is started.
-            kept_s: for which what was read is not dropped for another folder, from when it was last asked for.
+            kept_s: for which what was read is not dropped for another folder, from when it was read.
         """
         self._read, self._fill, self._begin, self.kept_s = read, fill, begin, kept_s
-        self._last_asked_s = 0.0
+        self._read_at_s = 0.0
         self._thread: threading.Thread | None = None
         self._folder: K | None = None
         self._found: T | None = None
@@ -94,7 +94,7 @@ class BackgroundLoader(Generic[K, T]):
         if self._thread is not None and self._thread.is_alive():
             return False
         if self._folder != folder:
-            if self._found is None or time.monotonic() - self._last_asked_s >= self.kept_s:
+            if self._found is None or time.monotonic() - self._read_at_s >= self.kept_s:
                 self._start(folder)
             return False
         if self._error is not None:
@@ -134,7 +134,7 @@ class BackgroundLoader(Generic[K, T]):
             Pauses().take()  # the thread that started this one wants the interpreter back
             found = self._read(folder)
             self._fill(found)
-            self._last_asked_s = time.monotonic()  # a client asks again after a pause
+            self._read_at_s = time.monotonic()  # a client asks again after a pause
             self._found = found
         except Exception as error:  # noqa: BLE001 - raised where it is asked for
             self._error = error

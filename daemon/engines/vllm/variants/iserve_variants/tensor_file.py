@@ -30,13 +30,21 @@ _PIECE_BYTES = 2**24
 _GROUP_BYTES, _PAUSED_GROUP_BYTES = 2**22, 2**20
 _READERS = 4  # threads of a file: one waits for the disk, or for pages of new memory, most of the time
 _TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
     "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
 }
 
+_ENTRY = ("dtype", "shape", "data_offsets")
 Header = dict[str, Any]  # of tensors, by name: dtype, shape, data_offsets
 
 
@@ -123,9 +131,16 @@ def read_header(stream: BinaryIO, file: Path) -> tuple[Header, int, int]:
     header = json_object(stream.read(length), file)
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        if not isinstance(entry, dict) or not _is_entry(**{key: entry.get(key) for key in _ENTRY}):
             raise ValueError(f"{file} says nothing of tensor {name}")
     return header, 8 + length, size
+
+
+def _is_entry(dtype: Any, shape: Any, data_offsets: Any) -> bool:
+    if not isinstance(dtype, str) or not all(isinstance(numbers, list) for numbers in (shape, data_offsets)):
+        return False
+    are_sizes = all(type(number) is int and number >= 0 for number in (*shape, *data_offsets))
+    return are_sizes and len(data_offsets) == 2
 
 
 def read_by_threads(handle: int, view: memoryview, begin: int, file: Path) -> None:
@@ -166,9 +181,12 @@ def tensor_view(
     count = 1
     for side in shape:
         count *= side
-    if not 0 <= begin <= end <= len(buffer) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
+    if not 0 <= begin <= end <= len(buffer) or end - begin != count * dtype.itemsize:
         raise ValueError(f"{file}: tensor {name} does not lie within the file")
-    return buffer[begin:end].view(dtype).view(shape)
+    own = buffer[begin:end]
+    if begin % dtype.itemsize:  # behind an odd number of values of a smaller type
+        own = own.clone()
+    return own.view(dtype).view(shape)
 
 
 def torch_type(name: str) -> torch.dtype:
@@ -182,7 +200,7 @@ def json_object(raw: bytes, file: Path) -> dict[str, Any]:
     """Raises ValueError: ``raw``, read from ``file``, is no JSON object."""
     try:
         found = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not what it was: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} is not what it was: no object")

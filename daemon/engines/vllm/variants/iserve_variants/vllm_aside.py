@@ -215,8 +215,12 @@ class AdapterLoads:
         return lora is self._last_joined
 
     def release(self, request: Any) -> None:
-        """Forget an adapter that is registered now; the slot stays its own."""
-        if self._loader.taken(_asked(request)) is not None:
+        """Forget an adapter that is registered now; the slot stays its own.
+
+        One of the same folder under another number, which a step uses, is not what was read.
+        """
+        found = self._loader.taken(_asked(request))
+        if found is not None and found.id == request.lora_int_id:
             self._last_joined = None
             self._loader.release()
 
