@@ -1,4 +1,4 @@
-"""Figures of docs/adapters-measured.md, docs/accuracy.md, decisions 48 and 54 on adapters, held to what H200s recorded."""
+"""Figures of pages on adapters and of decisions 48 and 54, held to what H200s recorded."""
 
 from __future__ import annotations
 
