@@ -18,7 +18,8 @@ __all__ = [
     "Quantity",
     "Source",
     "StageMemory",
-    "TellsHiddenTime",
+    "SteadyState",
+    "TellsSteadyState",
 ]
 
 
@@ -181,13 +182,20 @@ class Estimate:
         )
 
 
-@runtime_checkable
-class TellsHiddenTime(Protocol):
-    """An estimator that knows more of an engine which prepares a step while the one before runs."""
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """Times of a server's steps that batches handed over at once do not tell."""
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return the seconds of a lone prompt's TTFT in which the device waits for the host; none behind another
-        step.
+    hidden_s: float = 0.0  # of a lone prompt's TTFT the device waits for the host; none of it behind another step
+    longest_share: float = 0.0  # a decode step is that of contexts as long as the mean and so much of the longest
+
+
+@runtime_checkable
+class TellsSteadyState(Protocol):
+    """An estimator that knows more of a server's steps."""
+
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return what it knows.
 
         Raises:
             NotMeasuredError: the estimator has no measurement that reaches ``config``.

@@ -9,7 +9,15 @@ from functools import cache, partial
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
-from fingerprint.estimates import Estimate, Estimator, MemoryEstimate, Quantity, Source, TellsHiddenTime
+from fingerprint.estimates import (
+    Estimate,
+    Estimator,
+    MemoryEstimate,
+    Quantity,
+    Source,
+    SteadyState,
+    TellsSteadyState,
+)
 from fingerprint.estimators.delta_slots import added_delta_step_s, delta_prompt_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.load_time import RECORDED_TENSORS, recorded_load_s
@@ -306,9 +314,13 @@ class WithAdapterSlots:
             runtime_bytes=memory.runtime_bytes + every_gpu,
         )
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
-        return self.base.hidden_s(config.without_slots) if isinstance(self.base, TellsHiddenTime) else 0.0
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return that of ``base``, where it has one (``estimates.TellsSteadyState``)."""
+        return (
+            self.base.steady_state(config.without_slots)
+            if isinstance(self.base, TellsSteadyState)
+            else SteadyState()
+        )
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

@@ -29,7 +29,15 @@ from typing import NamedTuple
 from fingerprint.config import DeploymentConfig, Workload, even_split
 from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import NotMeasuredError
-from fingerprint.estimates import Correction, Estimate, Estimator, MemoryEstimate, Quantity, TellsHiddenTime
+from fingerprint.estimates import (
+    Correction,
+    Estimate,
+    Estimator,
+    MemoryEstimate,
+    Quantity,
+    SteadyState,
+    TellsSteadyState,
+)
 from fingerprint.estimators.fingerprinted import nearest
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.verification import Reading, Verification
@@ -130,9 +138,9 @@ class CorrectedEstimator:
         found = self._of(check)
         return found.measured_config == raw.measured_config and (found.was_run or not raw.is_measured)
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
         """Return the hidden time of ``base``, 0 if unknown: a check of whole bursts does not see hidden time."""
-        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+        return self.base.steady_state(config) if isinstance(self.base, TellsSteadyState) else SteadyState()
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

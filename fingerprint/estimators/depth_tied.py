@@ -14,14 +14,14 @@ from dataclasses import replace
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import NotMeasuredError
-from fingerprint.estimates import Estimator, MemoryEstimate, Quantity, Source
+from fingerprint.estimates import Estimator, MemoryEstimate, Quantity, Source, SteadyState
 from fingerprint.estimators.calibration import Calibration, shipped_calibration
 from fingerprint.estimators.engine_memory import CountedMemory
 from fingerprint.estimators.fingerprinted import ProfileEstimator, nearest
-from fingerprint.estimators.host_overlap import hidden_time_s
 from fingerprint.estimators.l2 import Latency
 from fingerprint.estimators.l3 import L3
 from fingerprint.estimators.physical_floor import PhysicalFloor
+from fingerprint.estimators.steady_state import hidden_time_s, longest_share
 from fingerprint.measurements import Profile, key_of
 from fingerprint.profile_checks import routing_caveat
 
@@ -58,10 +58,13 @@ class DepthTiedEstimator(ProfileEstimator):
         routing = routing_caveat(self.profile)
         return (*self.profile.notes, *self.l3.unusable, *((routing,) if routing else ()))
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return the hidden time of the nearest configuration run (``estimates.TellsHiddenTime``)."""
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return what the nearest configuration run tells, and the engine's release."""
         near = key_of(self._nearest(config) or config)
-        return hidden_time_s([point for point in self.profile.timing if point.key == near])
+        return SteadyState(
+            hidden_time_s([point for point in self.profile.timing if point.key == near]),
+            longest_share(dict(self.profile.machine.versions)["engine"]) if config.pp == 1 else 0.0,
+        )
 
     def _times(self, config: DeploymentConfig, workload: Workload) -> tuple[Latency, DeploymentConfig | None]:
         near = config if self.l3.reaches(config) else self._nearest(config)

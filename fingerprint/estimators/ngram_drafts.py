@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, SteadyState, TellsSteadyState
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["WithNgramDrafts", "tokens_per_step"]
@@ -70,10 +70,10 @@ class WithNgramDrafts:
             correction=None,
         )
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return that of ``base``, where it has one (``estimates.TellsSteadyState``)."""
         plain = replace(config, draft_tokens=0)
-        return self.base.hidden_s(plain) if isinstance(self.base, TellsHiddenTime) else 0.0
+        return self.base.steady_state(plain) if isinstance(self.base, TellsSteadyState) else SteadyState()
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

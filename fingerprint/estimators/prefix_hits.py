@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
-from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, SteadyState, TellsSteadyState
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["WithPrefixHits"]
@@ -42,9 +42,9 @@ class WithPrefixHits:
         source = Source.EXTRAPOLATED if ttft.source is Source.MEASURED else ttft.source
         return replace(whole, ttft_s=Quantity(part * ttft.value, part * ttft.low, part * ttft.high, source))
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
-        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return that of ``base``, where it has one (``estimates.TellsSteadyState``)."""
+        return self.base.steady_state(config) if isinstance(self.base, TellsSteadyState) else SteadyState()
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimate, Estimator, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, SteadyState, TellsSteadyState
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 
 __all__ = ["TOWER_ELEMENT_BYTES", "WithTowers"]
@@ -39,9 +39,9 @@ class WithTowers:
         )
         return replace(text, memory=memory)
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
-        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return that of ``base``, where it has one (``estimates.TellsSteadyState``)."""
+        return self.base.steady_state(config) if isinstance(self.base, TellsSteadyState) else SteadyState()
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

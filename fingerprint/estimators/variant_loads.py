@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimate, Estimator, Quantity, Source, TellsHiddenTime
+from fingerprint.estimates import Estimate, Estimator, Quantity, Source, SteadyState, TellsSteadyState
 from fingerprint.estimators.adapter_slots import ADDED_ERROR, later, loads_stop_steps, variant_cost, variant_load_s
 from fingerprint.estimators.variant_cost import TellsVariantCost, VariantCost
 from fingerprint.load_waits import LoadWaits, OneLoad
@@ -80,9 +80,9 @@ class WithVariantLoads:
                 break
         return tuple(spared)
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        """Return that of ``base``, where it has one (``estimates.TellsHiddenTime``)."""
-        return self.base.hidden_s(config) if isinstance(self.base, TellsHiddenTime) else 0.0
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        """Return that of ``base``, where it has one (``estimates.TellsSteadyState``)."""
+        return self.base.steady_state(config) if isinstance(self.base, TellsSteadyState) else SteadyState()
 
     def variant_cost(self, config: DeploymentConfig) -> VariantCost | None:
         """Return that of ``base``, where it has one (``variant_cost.TellsVariantCost``)."""

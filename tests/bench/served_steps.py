@@ -37,7 +37,16 @@ from fingerprint.config_json import read_config
 from fingerprint.engines import GRAPH_TOKENS, graph_sizes, largest_graph
 from fingerprint.families import read_spec
 
-__all__ = ["ServedStep", "ServedSteps", "SteppedServer", "contexts_of", "main", "summary", "table"]
+__all__ = [
+    "ServedStep",
+    "ServedSteps",
+    "SteppedServer",
+    "contexts_of",
+    "main",
+    "share_of_longest",
+    "summary",
+    "table",
+]
 
 BATCHES, MEAN_CONTEXTS = (8, 32), (512, 1024)
 PADDED = ((3, 4), (5, 8), (9, 16), (12, 16), (17, 24))  # sequences, and those of vLLM's next larger graph
@@ -291,6 +300,26 @@ def _said(part: str, case: str, batch: int, tokens: int, cached: int) -> str:
     if part == "padded":
         return f"{batch} sequences in a {case}"
     return f"a prompt of {tokens:,}, {cached:,} of them cached"
+
+
+def share_of_longest(kept: Sequence[ServedSteps]) -> float:
+    """Return ``steady_state.LONGEST_SHARE`` by decode steps with contexts of many lengths.
+
+    By least squares of errors relative to the steps. Attention grows with the context as it does from the one mean
+    to the other where contexts are equal.
+    """
+    added, grown = list[float](), list[float]()
+    for one in kept:
+        steps = {
+            (s.case, s.batch, s.tokens): statistics.median(s.seconds) for s in one.steps if s.part == "decode"
+        }
+        for (case, batch, mean), seconds in steps.items():
+            less, more = (steps["equal", batch, tokens] for tokens in MEAN_CONTEXTS)
+            a_token_s = (more - less) / (MEAN_CONTEXTS[1] - MEAN_CONTEXTS[0])
+            equal_s = steps["equal", batch, mean]
+            added.append(seconds / equal_s - 1)
+            grown.append(a_token_s * (max(contexts_of(case, batch, mean)) - mean) / equal_s)
+    return sum(a * g for a, g in zip(added, grown, strict=True)) / sum(g * g for g in grown)
 
 
 def measure(config: Path, out: Path) -> None:

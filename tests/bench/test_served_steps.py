@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fingerprint.codec import from_json
+from fingerprint.estimators.steady_state import LONGEST_SHARE
+from tests.bench.accuracy import RESULTS
 from tests.bench.served_steps import (
     DECODE_STEPS,
     MAX_CONTEXT,
     ServedStep,
     ServedSteps,
     contexts_of,
+    share_of_longest,
     summary,
     table,
 )
@@ -58,3 +62,16 @@ def test_a_summary_has_a_column_for_each_model_and_no_arrivals() -> None:
     )
     assert head[1:] == ["a", "b"]
     assert [row[1:] for row in rows] == [["11.00 ms +10%"] * 2, ["-", "12.50 ms +25%"]]
+
+
+KEPT = [from_json(file.read_bytes(), ServedSteps) for file in (RESULTS / "served_steps_h200").glob("*.json")]
+
+
+def test_the_share_of_the_longest_context_is_that_of_the_recorded_steps() -> None:
+    """Without each of the three models as well, within a fifth."""
+    assert round(share_of_longest(KEPT), 2) == LONGEST_SHARE
+    models = {one.model for one in KEPT}
+    assert len(models) == 3
+    for model in models:
+        rest = share_of_longest([one for one in KEPT if one.model != model])
+        assert rest == pytest.approx(LONGEST_SHARE, rel=0.2)

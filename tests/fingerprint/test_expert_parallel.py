@@ -102,7 +102,7 @@ class TestEstimates:
     def test_everything_else_is_as_if_it_had_not_been_measured(self, config: DeploymentConfig) -> None:
         without, with_it = (estimator(whole(with_experts=one)) for one in (False, True))
         assert with_it.estimate(config, AT) == without.estimate(config, AT)
-        assert with_it.hidden_s(config) == without.hidden_s(config)
+        assert with_it.steady_state(config) == without.steady_state(config)
 
     def test_where_the_rest_was_not_measured_nothing_is_scaled_from_it(self) -> None:
         alone = estimator(taken(expert_parallel=True))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError, NotMeasuredError
-from fingerprint.estimates import Correction, Estimate, Source
+from fingerprint.estimates import Correction, Estimate, Source, SteadyState
 from fingerprint.estimators.ngram_drafts import WithNgramDrafts, tokens_per_step
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.families import read_spec
@@ -134,9 +134,9 @@ class Measured:
         )
         return replace(found, tpot_s=tpot, measured_config=config, correction=correction)
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
         assert not config.draft_tokens
-        return 0.25
+        return SteadyState(hidden_s=0.25)
 
 
 def test_a_step_with_drafts_was_not_measured() -> None:
@@ -146,7 +146,7 @@ def test_a_step_with_drafts_was_not_measured() -> None:
     assert found.tpot_s.source is Source.EXTRAPOLATED
     assert not found.is_measured
     assert of_measured.estimate(ONE, Workload(2, 200, 50)).is_measured
-    assert of_measured.hidden_s(config) == 0.25
+    assert of_measured.steady_state(config).hidden_s == 0.25
     with pytest.raises(NotMeasuredError, match="8 sequences"):
         of_measured.estimate(config, Workload(4, 200, 50))
 

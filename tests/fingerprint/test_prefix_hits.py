@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.estimates import Estimate, Source
+from fingerprint.estimates import Estimate, Source, SteadyState
 from fingerprint.estimators.prefix_hits import WithPrefixHits
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
@@ -56,8 +56,8 @@ class Measured:
         found = WHOLE.estimate(config, workload)
         return replace(found, ttft_s=replace(found.ttft_s, source=Source.MEASURED))
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        return 0.25
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        return SteadyState(hidden_s=0.25)
 
 
 def test_an_engine_without_a_cache_computes_whole_prompts() -> None:
@@ -72,5 +72,5 @@ def test_what_is_worked_out_is_not_called_measured_and_hidden_time_stays() -> No
     found = WithPrefixHits(Measured(), 0.5)
     assert found.estimate(LLAMA, Workload(1, 2000, 50)).ttft_s.source is Source.EXTRAPOLATED
     assert found.estimate(LLAMA, Workload(1, 1, 50)).ttft_s.source is Source.MEASURED
-    assert found.hidden_s(LLAMA) == 0.25
-    assert WithPrefixHits(WHOLE, 0.5).hidden_s(LLAMA) == 0.0
+    assert found.steady_state(LLAMA).hidden_s == 0.25
+    assert WithPrefixHits(WHOLE, 0.5).steady_state(LLAMA) == SteadyState()

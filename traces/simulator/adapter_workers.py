@@ -139,7 +139,7 @@ class AdapterServer(ContinuousWorker):
             if not active:
                 return work_s
             self._steps = self._with_active(active)
-            return self._steps.run_s(n, self._cached / n + 1, self._rounds)
+            return self._steps.run_s(n, self._context(n), self._rounds)
         in_step = [row for _, row, _ in self._decoders]
         if self._cost.prompt_s is None:
             in_step += [prompt[0] for prompt, _ in self._chunks]

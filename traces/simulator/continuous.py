@@ -80,6 +80,7 @@ class ContinuousWorker(Server):
         "_decoders",
         "_first_s",
         "_last_s",
+        "_longest",
         "_prefixes",
         "_prompts",
         "_queue",
@@ -119,6 +120,7 @@ class ContinuousWorker(Server):
         self._decoders: list[tuple[int, int, int]] = []  # heap of (last round, row, tokens cached by then)
         self._chunks: list[tuple[list[int], int]] = []  # of this step: (prompt, tokens)
         self._cached = 0  # tokens whose KV the decoders hold
+        self._longest: int | None = None  # of the decoders, less the round; None: to be found anew
         self._round = 0
         self._rounds = 0  # steps of this run
 
@@ -140,11 +142,20 @@ class ContinuousWorker(Server):
         self._begun_kv_free = self._queue.kv_free
         if tokens:
             self._rounds = 1
-            return steps.mixed_s(tokens, attention_s, n, self._cached / n + 1 if n else 0.0, prepared=settled)
+            return steps.mixed_s(tokens, attention_s, n, self._context(n) if n else 0.0, prepared=settled)
         if not n:
             return 0.0
         self._rounds = rounds = 1 if steps.plans_ahead and self._prompts else self._rounds_left()
-        return steps.run_s(n, self._cached / n + 1, rounds)
+        return steps.run_s(n, self._context(n), rounds)
+
+    def _context(self, n: int) -> float:
+        """Return the context of the next step's ``n`` decoders (:meth:`StepModel.context`)."""
+        mean = self._cached / n + 1
+        if not self._steps.longest_share:
+            return mean
+        if self._longest is None:
+            self._longest = max(cached - last_round for last_round, _, cached in self._decoders)
+        return self._steps.context(mean, self._longest + self._round + 1)
 
     def _rounds_left(self) -> int:
         """Return the steps until a sequence that decodes has its last token."""
@@ -198,6 +209,8 @@ class ContinuousWorker(Server):
             while decoders and decoders[0][0] == here:
                 _, row, cached = heapq.heappop(decoders)
                 self._cached -= cached
+                if self._longest == cached - here:
+                    self._longest = None
                 self._leave(row, cached + 1, now_s)
         if not self._chunks:
             return
@@ -217,6 +230,8 @@ class ContinuousWorker(Server):
             else:
                 self._cached += cached
                 heapq.heappush(decoders, (here + output_tokens - 1, row, input_tokens + output_tokens - 1))
+                if self._longest is not None:
+                    self._longest = max(self._longest, cached - here)
         self._chunks.clear()
         del self._prompts[:ended]  # prompts end in their order: only the last of a step can be cut
 
@@ -224,7 +239,7 @@ class ContinuousWorker(Server):
         """Yield the ends of the steps of the run that has ended, as if all of it had been of one speed."""
         if self._rounds > 1:
             n, run_s = len(self._decoders), self._steps.run_s
-            context = self._cached / n + 1
+            context = self._context(n)
             pace = (now_s - self.begun_s) / run_s(n, context, self._rounds)
             for steps in range(1, self._rounds):
                 yield self.begun_s + pace * run_s(n, context, steps)
@@ -252,14 +267,14 @@ class ContinuousWorker(Server):
         if self._rounds == 1:
             return work_s
         n = len(self._decoders)
-        return self._steps.decode_s(n, self._cached / n + 1)
+        return self._steps.decode_s(n, self._context(n))
 
     def step_at(self, done_s: float) -> tuple[int, float]:
         """Return the step that a run of decode steps is in: its number, from 1 on, and when it ends, as work since
         the run's beginning.
         """
         n = len(self._decoders)
-        return self._steps.step_at(n, self._cached / n + 1, done_s)
+        return self._steps.step_at(n, self._context(n), done_s)
 
     def cut(self, done_s: float) -> float:
         """Return the work of the run, cut short where the first waiting request can be admitted.
@@ -285,6 +300,7 @@ class ContinuousWorker(Server):
         waiting = [row for row, _, _ in self._queue.waiting]
         for held in (self._queue.waiting, self._prompts, self._decoders, self._chunks):
             held.clear()
+        self._longest = None
         return running, waiting
 
     def give_back(self) -> list[int]:
@@ -299,11 +315,12 @@ class ContinuousWorker(Server):
         done = 0
         if self._decoders and not self._chunks and self._rounds > 1 and done_s > 0:
             n = len(self._decoders)
-            done = self._steps.steps_until(n, self._cached / n + 1, done_s) - 1
+            done = self._steps.steps_until(n, self._context(n), done_s) - 1
         for last_round, row, cached in sorted(self._decoders):
             to_come = last_round - self._round - done
             left.append((row, cached + 1 - to_come, to_come))
         for held in (self._prompts, self._decoders, self._chunks):
             held.clear()
+        self._longest = None
         self.outstanding -= len(left)
         return left

@@ -130,6 +130,7 @@ class PreemptingWorker(ContinuousWorker):
             cached = cached_by_then - output_tokens
             input_tokens = cached + 1
             self._cached -= cached
+            self._longest = None
             queue.leave(cached)
             if self._tokens is not None:
                 self._tokens.leaves(row)

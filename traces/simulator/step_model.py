@@ -20,6 +20,10 @@ estimator's own, which costs a little: the weights are read for each).
 
 Some engines plan and prepare a step while the one before runs (:func:`plans_ahead`). A TTFT is that of prompts
 that find the device idle and wait for the host; behind another step those ``hidden_s`` are not paid again.
+
+Estimators answer for equal contexts. Where they know what one that is longer than the rest costs, m is the mean
+and ``longest_share`` of the longest context's surplus over it (:meth:`StepModel.context`), one more with each step
+too.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ import numpy.typing as npt
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import largest_graph, traits_of
 from fingerprint.errors import ConfigError
-from fingerprint.estimates import Estimator, Source, TellsHiddenTime
+from fingerprint.estimates import Estimator, Source, SteadyState, TellsSteadyState
 
 __all__ = ["Limits", "StepModel", "plans_ahead", "tabulate"]
 
@@ -45,6 +49,8 @@ _SHORT_PROMPT = 128  # tokens: of attention to one another they have next to non
 _HALF_ANSWER = 32  # tokens
 _DENSE_FROM = 64  # tokens: from here on the knots of prompts are closer than a factor of two apart,
 _DENSE_RATIO = 1.25  # because somewhere there reading the weights gives way to arithmetic, with a bend
+
+_NOTHING_TOLD = SteadyState()
 
 Table = npt.NDArray[np.float64]
 _Ttft = Callable[[int, int], float]  # (batch, tokens of each) -> seconds
@@ -99,14 +105,15 @@ class StepModel:
         tokens_s: of 0 to ``max_batched_tokens`` new tokens.
         attention_s: of the first 0 to ``max_context_tokens`` tokens of one prompt; starts at 0, never falls.
         plans_ahead: what is in a step is settled when the one before begins.
-        hidden_s: what a step of prompts takes less behind another step.
+        steady_state: what a step of prompts takes less behind another step, and what one long context costs.
 
     Raises:
         ConfigError: a time that is not finite and positive, or tables of other sizes.
     """
 
     __slots__ = (
-        "_base", "_knots", "_least", "_slope", "attention_s", "hidden_s", "limits", "plans_ahead", "tokens_s",
+        "_base", "_knots", "_least", "_slope", "attention_s", "hidden_s", "limits", "longest_share", "plans_ahead",
+        "tokens_s",
     )  # fmt: skip
 
     def __init__(
@@ -118,7 +125,7 @@ class StepModel:
         tokens_s: Table,
         attention_s: Table,
         plans_ahead: bool = False,
-        hidden_s: float = 0.0,
+        steady_state: SteadyState = _NOTHING_TOLD,
     ) -> None:
         sizes = (decode_s.shape, tokens_s.shape, attention_s.shape)
         wanted = (
@@ -133,11 +140,15 @@ class StepModel:
                 raise ConfigError(f"a {name} time of this deployment is not a positive, finite number of seconds")
         if attention_s[0] or not np.isfinite(attention_s).all() or (np.diff(attention_s) < 0).any():
             raise ConfigError("the attention times must begin at 0 and never fall")
+        hidden_s, longest_share = steady_state.hidden_s, steady_state.longest_share
         if not 0 <= hidden_s < math.inf:
             raise ConfigError(f"hidden_s must be a number of seconds of at least 0, got {hidden_s}")
+        if not 0 <= longest_share <= 1:
+            raise ConfigError(f"longest_share must be between 0 and 1, got {longest_share}")
         self.limits = limits
         self.plans_ahead = plans_ahead
         self.hidden_s = hidden_s
+        self.longest_share = longest_share
         slope = np.diff(decode_s, axis=1) / np.diff(contexts)
         base = decode_s[:, :-1] - slope * contexts[:-1]
         # Row 0 keeps the number of sequences and the row's index the same.
@@ -162,9 +173,13 @@ class StepModel:
         found._least = [least + by for least, by in zip(self._least, more, strict=True)]
         return found
 
+    def context(self, mean: float, longest: float) -> float:
+        """Return the context of equal ones that take as long in a step as those with this mean and longest."""
+        return mean + self.longest_share * (longest - mean)
+
     def decode_s(self, sequences: int, mean_context: float) -> float:
         """Return the time of one step of ``sequences`` that each attend to ``mean_context`` tokens, the new one
-        included.
+        included (:meth:`context`).
         """
         segment = bisect_right(self._knots, mean_context)
         return self._base[sequences][segment] + self._slope[sequences][segment] * mean_context
@@ -284,15 +299,15 @@ def tabulate(estimator: Estimator, config: DeploymentConfig, limits: Limits) -> 
     decode_s = all_s[:, :1] + (all_s - all_s[:, :1]) * (sequences / rows)[:, None]  # what pads a step reads no KV
     tokens_s = _tokens_table(ttft_s, reached, limits)
     ahead = plans_ahead(config)
-    hidden_s = estimator.hidden_s(config) if ahead and isinstance(estimator, TellsHiddenTime) else 0.0
+    told = estimator.steady_state(config) if ahead and isinstance(estimator, TellsSteadyState) else _NOTHING_TOLD
     return StepModel(
         limits,
         contexts=np.array(contexts, np.float64),
         decode_s=decode_s,
         tokens_s=tokens_s,
-        attention_s=_attention_table(ttft_s, limits, tokens_s, hidden_s),
+        attention_s=_attention_table(ttft_s, limits, tokens_s, told.hidden_s),
         plans_ahead=ahead,
-        hidden_s=hidden_s,
+        steady_state=told,
     )
 
 

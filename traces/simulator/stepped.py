@@ -96,17 +96,18 @@ class SteppedWorker(Server):
         if self._held and not self._plan:
             raise PolicyFault("batching", f"planned nothing for {len(self._held)} requests")
         prompts, attention = self._requests.input_tokens, self._steps.attention_s
-        tokens = sequences = contexts = 0
+        tokens = sequences = contexts = longest = 0
         attention_s = 0.0
         for chunk in self._plan:
             end = chunk.start + chunk.num_tokens
             if chunk.start >= prompts[chunk.sequence_id]:
                 sequences += 1
                 contexts += end
+                longest = max(longest, end)
             else:
                 tokens += chunk.num_tokens
                 attention_s += attention[end] - attention[chunk.start]
-        mean = contexts / sequences if sequences else 0.0
+        mean = self._steps.context(contexts / sequences, longest) if sequences else 0.0
         if tokens:
             return self._steps.mixed_s(tokens, attention_s, sequences, mean)
         return self._steps.decode_s(sequences, mean) if sequences else 0.0

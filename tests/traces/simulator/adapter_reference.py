@@ -97,9 +97,12 @@ class StepByStep:
         if steps.plans_ahead:
             self._admit()
         n = len(decoding)
-        mean = sum(s.cached + 1 for s in decoding) / n if n else 0.0
+        contexts = [s.cached + 1 for s in decoding]
+        context = steps.context(sum(contexts) / n, max(contexts)) if n else 0.0
         took_s = (
-            steps.mixed_s(tokens, attention_s, n, mean, prepared=settled) if tokens else steps.decode_s(n, mean)
+            steps.mixed_s(tokens, attention_s, n, context, prepared=settled)
+            if tokens
+            else steps.decode_s(n, context)
         )
         adapters = {s.variant for s in (*decoding, *(s for s, _ in chunks)) if s.variant}
         if adapters and n:

@@ -87,12 +87,13 @@ class StepByStep:
 
     def _advance(self, decoding: list[_Sequence], chunks: list[tuple[_Sequence, int]], *, prepared: bool) -> None:
         tokens, attention = sum(size for _, size in chunks), self.steps.attention_s
-        mean = sum(s.cached + 1 for s in decoding) / len(decoding) if decoding else 0.0
+        contexts = [s.cached + 1 for s in decoding]
+        context = self.steps.context(sum(contexts) / len(contexts), max(contexts)) if contexts else 0.0
         if tokens:
             attention_s = sum(attention[s.cached + size] - attention[s.cached] for s, size in chunks)
-            self._now_s += self.steps.mixed_s(tokens, attention_s, len(decoding), mean, prepared=prepared)
+            self._now_s += self.steps.mixed_s(tokens, attention_s, len(decoding), context, prepared=prepared)
         else:
-            self._now_s += self.steps.decode_s(len(decoding), mean)
+            self._now_s += self.steps.decode_s(len(decoding), context)
         made = list(decoding)
         for s, size in chunks:
             s.cached += size

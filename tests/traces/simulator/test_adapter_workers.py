@@ -140,6 +140,7 @@ class WithOneAdapter(StepModel):
     def __init__(self, of: StepModel, cost: AdapterCost) -> None:
         self.of, self.cost, self.limits = of, cost, of.limits
         self.plans_ahead, self.hidden_s = of.plans_ahead, of.hidden_s
+        self.longest_share = of.longest_share
         self.tokens_s, self.attention_s = of.tokens_s, of.attention_s
 
     def decode_s(self, sequences: int, mean_context: float) -> float:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fingerprint.estimates import SteadyState
 from tests.traces.simulator.linear_steps import linear_steps
 from tests.traces.simulator.worlds import deploy_all, limits, second_per_step, serve
 from traces.outcomes import Failure
@@ -42,6 +43,7 @@ def _curved(bounds: Limits, pace: float) -> StepModel:
         decode_s=pace * (0.1 + 0.013 * np.sqrt(batch) + 0.0071 * bend * batch),
         tokens_s=pace * (0.1 + 0.0037 * np.maximum(0, tokens - 5)),
         attention_s=pace * 0.00021 * length**1.9,
+        steady_state=SteadyState(longest_share=0.17),
     )
 
 

@@ -67,11 +67,12 @@ def one_step_at_a_time(requests: list[Request], steps: StepModel) -> tuple[list[
                 attention_s += steps.attention_s[s.cached + size] - steps.attention_s[s.cached]
                 chunks.append((s, size))
         admit()  # to the next one
-        mean = sum(s.cached + 1 for s in decoding) / len(decoding) if decoding else 0.0
+        contexts = [s.cached + 1 for s in decoding]
+        context = steps.context(sum(contexts) / len(contexts), max(contexts)) if contexts else 0.0
         if tokens:
-            now_s += steps.mixed_s(tokens, attention_s, len(decoding), mean, prepared=not idle)
+            now_s += steps.mixed_s(tokens, attention_s, len(decoding), context, prepared=not idle)
         else:
-            now_s += steps.decode_s(len(decoding), mean)
+            now_s += steps.decode_s(len(decoding), context)
         for s, size in chunks:
             s.cached += size
             if s.decodes:

@@ -15,7 +15,7 @@ from fingerprint.codec import from_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engines import traits_of
 from fingerprint.errors import ConfigError
-from fingerprint.estimates import Estimate
+from fingerprint.estimates import Estimate, SteadyState
 from fingerprint.estimators.corrected import CorrectedEstimator
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
@@ -57,8 +57,8 @@ def test_a_lone_prompt_takes_the_estimators_ttft(tokens: int) -> None:
 class _Hides:
     """The roofline, of whose lone prompts the host takes so much."""
 
-    def hidden_s(self, config: DeploymentConfig) -> float:
-        return 0.01
+    def steady_state(self, config: DeploymentConfig) -> SteadyState:
+        return SteadyState(hidden_s=0.01)
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         return ROOFLINE.estimate(config, workload)
@@ -292,14 +292,14 @@ def test_a_step_behind_another_saves_the_hidden_time_at_most(
 
 def test_the_hidden_time_is_the_profiles() -> None:
     """A lone step's host time there, by eye 4 to 5 ms, less 0.4 for logits and sampling."""
-    assert FROM_PROFILE.hidden_s == PROFILED.hidden_s(VLLM) == pytest.approx(4e-3, rel=0.1)
+    assert FROM_PROFILE.hidden_s == PROFILED.steady_state(VLLM).hidden_s == pytest.approx(4e-3, rel=0.1)
     assert FROM_PROFILE.plans_ahead
     assert not plans_ahead(DeploymentConfig(engine="vllm", pp=2))
     assert not STEPS.plans_ahead
     assert STEPS.hidden_s == 0.0
     checked = CorrectedEstimator(PROFILED, [])
     assert tabulate(checked, VLLM, SMALL).hidden_s == FROM_PROFILE.hidden_s
-    assert CorrectedEstimator(ROOFLINE, []).hidden_s(CONFIG) == 0.0
+    assert CorrectedEstimator(ROOFLINE, []).steady_state(CONFIG) == SteadyState()
 
 
 @pytest.mark.parametrize("wrong", [-1e-3, math.nan, math.inf])
@@ -311,5 +311,5 @@ def test_a_hidden_time_that_cannot_be_is_refused(wrong: float, golden: Golden) -
             decode_s=np.ones((1, 2)),
             tokens_s=np.ones(513),
             attention_s=np.zeros(4097),
-            hidden_s=wrong,
+            steady_state=SteadyState(hidden_s=wrong),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fingerprint.config import KvFormat, WeightFormat
-from fingerprint.estimators.host_overlap import hidden_time_s
+from fingerprint.estimators.steady_state import LONGEST_SHARE, hidden_time_s, longest_share
 from fingerprint.measurements import RunReading, StepReading, TimingPoint
 
 
@@ -57,3 +57,19 @@ def test_bursts_of_several_steps_tell_nothing_of_a_lone_one() -> None:
 def test_nothing_is_hidden_where_no_run_tells() -> None:
     assert hidden_time_s([]) == hidden_time_s([point(1, *LONE)]) == hidden_time_s([point(33, ROW)]) == 0.0
     assert hidden_time_s([point(1, (0.0001, LONE[0][1])), point(33, ROW)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_it"),
+    [
+        ("vllm 0.33.0", True),
+        ("vllm 0.34.1", True),
+        ("vllm 0.26.0", False),
+        ("vllm 0.33.0rc1", True),
+        ("torch 2.13.0", False),
+        ("vllm", False),
+        ("vllm of today", False),
+    ],
+)
+def test_long_contexts_count_where_steps_with_them_were_measured(engine: str, has_it: bool) -> None:
+    assert longest_share(engine) == (LONGEST_SHARE if has_it else 0.0)
