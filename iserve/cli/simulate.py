@@ -201,7 +201,12 @@ def _run(
         setup,
         result,
         slo=slo,
-        notes=(*decided.notes, *_served_by(baseline, options), *_adapter_times(world.models.values(), options)),
+        notes=(
+            *decided.notes,
+            *_served_by(baseline, options),
+            *_adapter_times(world.models.values(), options),
+            *(f"{model.name}: {caveat}" for model in world.models.values() for caveat in model.caveats),
+        ),
         model_contexts={name: model.spec.max_context_tokens for name, model in world.models.items()},
     )
 

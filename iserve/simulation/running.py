@@ -21,6 +21,7 @@ from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost,
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_checks import graphs_caveat
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import estimator_for, step_tokens_of
@@ -80,6 +81,7 @@ class SimulatedModel:
     engines: tuple[EngineCapabilities, ...]  # in order of preference
     options: PlanOptions
     step_tokens: int | None = None  # of the largest step it was measured with, where that binds (a profile)
+    caveats: tuple[str, ...] = ()  # of its profile
 
 
 def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnapshot:
@@ -169,6 +171,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
         step_tokens=step_tokens_of(profile),
+        caveats=() if (caveat := graphs_caveat(profile)) is None else (caveat,),
     )
 
 
