@@ -304,7 +304,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
         ("  runtime", gib(memory.runtime_bytes), "per GPU"),
     ]
     print_rows(("", "", ""), rows)
-    for note in conditions_left(document.conditions, document.verdict):
+    for note in (*conditions_left(document.conditions, document.verdict), *document.notes):
         out.print(f"note: {note}")
 
 

@@ -24,7 +24,7 @@ from fingerprint.model_spec import ModelSpec
 from fingerprint.profile_checks import graphs_caveat
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.planning.estimator_factory import check_taken_on, estimator_for, step_tokens_of
 from iserve.planning.joint_choice import ExpectedModel, JointQuestion, expected_model
 from iserve.planning.joint_promise import promised_choice
 from iserve.planning.launch_limits import largest_step
@@ -161,9 +161,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
     Raises:
         ConfigError: it was measured on another kind of device.
     """
-    device = replace(profile.machine.device, interconnect=gpu.interconnect)  # measured links are in the estimator
-    if device != gpu:
-        raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
+    check_taken_on(profile, gpu)  # its measured links are in the estimator
     return SimulatedModel(
         name=name,
         spec=with_engine_caches(profile.spec, profile.memory),
