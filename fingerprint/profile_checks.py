@@ -9,10 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 
+from fingerprint.engines import largest_graph
 from fingerprint.errors import EngineError
 from fingerprint.measurements import ExpertCount, Profile, RankMemory, RunReading, StepReading, TimingPoint
 
-__all__ = ["check_ranks", "check_runs", "contradiction", "routing_caveat"]
+__all__ = ["check_ranks", "check_runs", "contradiction", "graphs_caveat", "routing_caveat"]
 
 
 def check_runs(runs: Sequence[RunReading], *, batch: int, input_tokens: int) -> None:
@@ -116,6 +117,20 @@ def routing_caveat(profile: Profile) -> str | None:
             "than such"
         )
     return f"the profile does not say how tokens fell on experts; {off}"
+
+
+def graphs_caveat(profile: Profile) -> str | None:
+    """Return that a deployment has other CUDA graphs than the measured engine; None where it has the same."""
+    measured = profile.graph_tokens
+    deployed = largest_graph(profile.engine, is_mixture=profile.spec.is_mixture)
+    if measured == deployed:
+        return None
+    least, most = sorted((measured, deployed))
+    return (
+        f"its profile was taken with CUDA graphs of up to {measured:,} tokens and deployments have up to "
+        f"{deployed:,}; until it is profiled anew, times of steps of {least + 1:,} to {most:,} tokens are not "
+        "theirs"
+    )
 
 
 def _is_uniform(count: ExpertCount) -> bool:

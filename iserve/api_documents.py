@@ -140,6 +140,10 @@ class DeploymentDocument:
     """Replicas that were chosen, one worker each."""
     updating: bool = False
     """Whether new workers are being prepared; the present ones serve until then."""
+    variant: str | None = None
+    """Variant whose merged checkpoint is served; None: `model` is served as it was given."""
+    base: str | None = None
+    """Model that the variant is merged into, as it was named; None: no variant is, or it was removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

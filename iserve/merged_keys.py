@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from fingerprint.codec import to_json
 from fingerprint.errors import CheckpointError
 from iserve.quality.facts import weights_stamp
 
-__all__ = ["is_merged", "is_merged_of", "merged_key", "model_of"]
+__all__ = ["is_merged", "is_merged_of", "merged_key", "merged_keys", "model_of"]
 
 
 def merged_key(content_hash: str, base_directory: str) -> str:
@@ -21,7 +24,26 @@ def merged_key(content_hash: str, base_directory: str) -> str:
         CheckpointError: the base cannot be read.
     """
     base = os.path.realpath(base_directory)
-    return sha256(to_json([content_hash, base, weights_stamp(Path(base))])).hexdigest()
+    return _key(content_hash, base, weights_stamp(Path(base)))
+
+
+def merged_keys(variants: Iterable[tuple[str, str]]) -> Iterator[str | None]:
+    """Yield :func:`merged_key` of each content and base; None: the base cannot be read. Each is looked at once."""
+
+    @cache
+    def stamp_of(base: str) -> str | None:
+        with suppress(CheckpointError):
+            return weights_stamp(Path(base))
+        return None
+
+    real = cache(os.path.realpath)
+    for content_hash, directory in variants:
+        stamp = stamp_of(real(directory))
+        yield None if stamp is None else _key(content_hash, real(directory), stamp)
+
+
+def _key(content_hash: str, base: str, stamp: str) -> str:
+    return sha256(to_json([content_hash, base, stamp])).hexdigest()
 
 
 def model_of(request: str) -> str | None:

@@ -41,6 +41,12 @@ class ModelSource:
     spec: ModelSpec
     use: ModelUse = AS_IT_IS  # which ``spec`` is of
     given: str | None = field(default=None, compare=False)  # the path that was asked for; None: the name was
+    merged_into: str | None = None  # base of the variant ``name``, whose merged checkpoint this is; None: of none
+
+    @property
+    def title(self) -> str:
+        """Name in a sentence: of a merged checkpoint with its base."""
+        return self.name if self.merged_into is None else f"{self.name}, merged into {self.merged_into}"
 
     @property
     def argument(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, show
 from fingerprint.errors import ConfigError
+from fingerprint.rope_scaling import scaled_context
 
 __all__ = ["LAYERS_KEYS", "TEXT_PARTS", "Facts", "text_config"]
 
@@ -118,7 +119,8 @@ class Facts:
     @property
     def max_context_tokens(self) -> int:
         """2**20 where a model has no such bound, as state-space models have none."""
-        return self.first(_CONTEXT, MAX_CONTEXT) or 2**20
+        given = self.first(_CONTEXT, MAX_CONTEXT)
+        return 2**20 if given is None else scaled_context(self._fields, given)
 
     @property
     def inner(self) -> int | None:

@@ -179,7 +179,8 @@ class RooflineEstimator:
         if config.expert_parallel:
             raise NotMeasuredError(
                 f"{config} was not measured, and datasheets do not say what expert parallelism takes: measure it "
-                "by `iserve profile --expert-parallel`, or leave experts=parallel out"
+                "by `iserve profile --expert-parallel` and estimate from that (--profile), or leave "
+                "experts=parallel out"
             )
         if config.pp > self._spec.num_layers:
             raise ConfigError(

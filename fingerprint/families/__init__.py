@@ -52,6 +52,7 @@ __all__ = [
     "read_spec",
 ]
 
+_READ_OF_THE_WHOLE = ("quantization_config", "rope_scaling", "rope_parameters")
 _MODULES = (llama_like, gemma, gpt_oss, phi3, falcon, gptj, gpt_neox, opt)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {k: v for module in _MODULES for k, v in module.FAMILIES.items()}
@@ -125,7 +126,7 @@ def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
     text = text_config(config)
     name = text.get("model_type")
     if part is not None and isinstance(name, str) and name in FAMILIES:
-        plain = {key: value for key, value in text.items() if key != "quantization_config"}
+        plain = {key: value for key, value in text.items() if key not in _READ_OF_THE_WHOLE}
         with suppress(ConfigError):  # the row asks for what its class has by default
             return {**config, part: {**text, **_facts_of(FAMILIES[name].read(Fields(plain, name)).spec)}}
     need_extra(

@@ -23,6 +23,7 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families.base import Blueprint, Ends, Family, ModuleLayout, blueprint_of
 from fingerprint.families.sliding_window import Windows
+from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import Role, TensorShape
 
 __all__ = ["general_family"]
@@ -143,7 +144,7 @@ def _described(fields: Fields, model: Any, layout: ModuleLayout, architecture: s
         num_heads=_first(model.config, ("num_attention_heads", "n_head", "n_heads"), fields, MAX_VOCAB),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=_first(model.config, _CONTEXT_KEYS, fields, MAX_CONTEXT),
+        max_context_tokens=scaled_context(fields, _first(model.config, _CONTEXT_KEYS, fields, MAX_CONTEXT)),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         layer_windows=_windows(fields, model.config, len(layers)),
         gated_mlp=any("gate" in t.name and t.role is Role.LINEAR for t in layer),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, divides
 from fingerprint.families.base import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
+from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]
@@ -40,7 +41,9 @@ def _gpt_neox(fields: Fields) -> Blueprint:
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        max_context_tokens=fields.count("max_position_embeddings", default=2048, most=MAX_CONTEXT),
+        max_context_tokens=scaled_context(
+            fields, fields.count("max_position_embeddings", default=2048, most=MAX_CONTEXT)
+        ),
         tied=tied,
         gated_mlp=False,
     )

@@ -18,6 +18,7 @@ from fingerprint.families.sliding_window import (
     qwen3_moe_windows,
     qwen_windows,
 )
+from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import Role, TensorShape, linear, norm
 
 __all__ = ["FAMILIES", "LAYOUT", "llama_like", "rotary_head_dim"]
@@ -79,7 +80,9 @@ def llama_like(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT),
+        max_context_tokens=scaled_context(
+            fields, fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT)
+        ),
         tied=tied,
         num_experts=after.num_experts,
         experts_per_token=after.experts_per_token,

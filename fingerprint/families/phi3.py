@@ -6,6 +6,7 @@ from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, 
 from fingerprint.families.base import Blueprint, Family, blueprint_of, ends_of
 from fingerprint.families.llama_like import LAYOUT, rotary_head_dim
 from fingerprint.families.sliding_window import one_window
+from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]
@@ -39,7 +40,9 @@ def _phi3(fields: Fields) -> Blueprint:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=fields.count("max_position_embeddings", default=4096, most=MAX_CONTEXT),
+        max_context_tokens=scaled_context(
+            fields, fields.count("max_position_embeddings", default=4096, most=MAX_CONTEXT)
+        ),
         tied=tied,
         layer_windows=one_window(fields, num_layers, default=None),
     )

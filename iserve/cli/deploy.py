@@ -197,7 +197,7 @@ def ps(as_json: o.JsonOption = False) -> None:
     """List the deployments and how they are now."""
     from iserve.api_documents import DeploymentDocument
     from iserve.cli.connection import client
-    from iserve.cli.render import print_rows, short
+    from iserve.cli.render import model_words, print_rows, short
 
     documents = client(start=False).get("/api/v1/deployments", tuple[DeploymentDocument, ...])
     if as_json:
@@ -208,7 +208,7 @@ def ps(as_json: o.JsonOption = False) -> None:
         [
             (
                 d.name,
-                d.model,
+                model_words(d),
                 f"{d.intent}, rejects late" if d.rejects_late else d.intent,
                 f"{d.status}, updating" if d.updating else d.status,
                 f"{d.num_ready}/{d.num_replicas}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -96,9 +97,13 @@ def estimate(
         typer.Option(
             "--config",
             help="tp=2,pp=1,weights=16bit,kv=16bit,pruning=none; what is left out: 1, the checkpoint's own "
-            "weights, 16bit, none.",
+            "weights, 16bit, none. With --profile experts=parallel, where that was measured.",
         ),
     ] = "tp=1",
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="What `iserve profile --json` printed: from it, not the roofline."),
+    ] = None,
     batch: o.Batch = o.DEFAULT_WORKLOAD.batch,
     input_tokens: o.InputTokens = o.DEFAULT_WORKLOAD.input_tokens,
     output_tokens: o.OutputTokens = o.DEFAULT_WORKLOAD.output_tokens,
@@ -116,6 +121,7 @@ def estimate(
     from fingerprint.config import parse_config
     from iserve.cli.connection import registered_models
     from iserve.cli.render import print_estimate
+    from iserve.planning.estimator_factory import read_profile
     from iserve.planning.offline import estimate_for_gpu
     from iserve.settings import load_settings
 
@@ -128,7 +134,15 @@ def estimate(
     registered = registered_models(model, load_settings())
     own_weights = "weights=" not in config
     document = estimate_for_gpu(
-        model, device, wanted, workload, cost, registered=registered, own_weights=own_weights, use=use
+        model,
+        device,
+        wanted,
+        workload,
+        cost,
+        registered=registered,
+        own_weights=own_weights,
+        use=use,
+        profile=None if profile is None else read_profile(profile),
     )
     if not document.runnable:
         typer.echo(f"iserve: not runnable: {document.reason}", err=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
     from fingerprint.estimates import Correction
+    from iserve.api_documents import DeploymentDocument
     from iserve.planning.document import CandidateDocument, EstimateDocument, PlanDocument
     from iserve.planning.offline import OneEstimateDocument
     from iserve.planning.verdict import VerdictDocument
@@ -28,6 +29,7 @@ __all__ = [
     "console",
     "correction_words",
     "gib",
+    "model_words",
     "print_estimate",
     "print_plan",
     "print_rows",
@@ -56,6 +58,13 @@ def console(*, at_least: int = 0) -> Console:
     out = SanitizedConsole(highlight=False, markup=False, emoji=False)
     out.width = max(out.width if out.is_terminal else 120, at_least)
     return out
+
+
+def model_words(deployment: DeploymentDocument) -> str:
+    """Return the model that is served, a merged checkpoint by its variant."""
+    if deployment.variant is None:
+        return deployment.model
+    return f"{deployment.variant}, merged" + ("" if deployment.base is None else f" into {deployment.base}")
 
 
 def print_plan(
@@ -295,7 +304,7 @@ def print_estimate(document: OneEstimateDocument) -> None:
         ("  runtime", gib(memory.runtime_bytes), "per GPU"),
     ]
     print_rows(("", "", ""), rows)
-    for note in conditions_left(document.conditions, document.verdict):
+    for note in (*conditions_left(document.conditions, document.verdict), *document.notes):
         out.print(f"note: {note}")
 
 

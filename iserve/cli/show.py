@@ -70,11 +70,11 @@ def _events(controller: ControllerClient, name: str) -> tuple[EventDocument, ...
 
 
 def _print(document: DeploymentDocument, plan: PlanDocument | None, events: tuple[EventDocument, ...]) -> None:
-    from iserve.cli.render import console, print_plan, print_rows, short
+    from iserve.cli.render import console, model_words, print_plan, print_rows, short
 
     progress = document.progress
     facts = [
-        ("model", document.model),
+        ("model", model_words(document)),
         ("intent", f"{document.intent}, rejects late requests" if document.rejects_late else document.intent),
         ("status", f"{document.status}, {document.num_ready} of {document.num_replicas} workers ready"),
         ("progress", "" if progress is None else f"{progress.done} of {progress.total}, {progress.step}"),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from fingerprint.gpu_spec import GpuSpec
-    from fingerprint.measurements import Profile
     from iserve.planning.pipeline import PlanOptions
     from iserve.simulation.baselines import Baseline, World
     from iserve.simulation.document import SimulationDocument, SimulationSetup
@@ -201,7 +200,12 @@ def _run(
         setup,
         result,
         slo=slo,
-        notes=(*decided.notes, *_served_by(baseline, options), *_adapter_times(world.models.values(), options)),
+        notes=(
+            *decided.notes,
+            *_served_by(baseline, options),
+            *_adapter_times(world.models.values(), options),
+            *(f"{model.name}: {caveat}" for model in world.models.values() for caveat in model.caveats),
+        ),
         model_contexts={name: model.spec.max_context_tokens for name, model in world.models.items()},
     )
 
@@ -271,18 +275,6 @@ def _show(document: SimulationDocument, report: Path | None, *, as_json: bool) -
     show_document(document, report, render_simulation, print_simulation, as_json=as_json)
 
 
-def _read_profile(path: Path) -> Profile:
-    from fingerprint.codec import from_json
-    from fingerprint.errors import NotFoundError
-    from fingerprint.measurements import Profile
-
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise NotFoundError(f"the profile {path} cannot be read: {error.strerror or error}") from error
-    return from_json(data, Profile, what=str(path))
-
-
 def _of_adapters(options: PlanOptions) -> PlanOptions:
     """Return ``options`` without deltas, by which an engine is chosen that serves adapters."""
     traffic = replace(options.intent.traffic, delta_mib=0)
@@ -300,14 +292,14 @@ def _models(
     """Return every model as a deploy on the largest node plans it, and where its times are from."""
     from iserve.cli.connection import registered_models
     from iserve.model_source import resolve
-    from iserve.planning.estimator_factory import profile_as
+    from iserve.planning.estimator_factory import is_profile_of, profile_as, read_profile
     from iserve.planning.offline import engine_for_gpus
     from iserve.planning.pipeline import check_context, with_traffic
     from iserve.settings import load_settings
     from iserve.simulation.delta_choice import with_delta_slots
     from iserve.simulation.running import measured_model, roofline_model
 
-    settings, profiles = load_settings(), [_read_profile(path) for path in profile_files]
+    settings, profiles = load_settings(), [read_profile(path) for path in profile_files]
     count = max(Counter(one.node_id for one in snapshot.gpus).values())
     prepared, times = {}, []
     for name, folder in named.items():
@@ -316,8 +308,7 @@ def _models(
             check_context(source.spec, options.workload)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-        measured_as = source.spec.text_alone.shape_hash
-        profile = next((p for p in profiles if p.spec.text_alone.shape_hash == measured_as), None)
+        profile = next((p for p in profiles if is_profile_of(p, source.spec)), None)
         if profile is None:
             choice = engine_for_gpus(source.spec, gpu, count, _of_adapters(options), engine)
             model = roofline_model(name, source.spec, gpu, options, choice.engine)

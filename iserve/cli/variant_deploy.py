@@ -176,4 +176,4 @@ def _merge(variant: VariantDocument, folder: Path, settings: Settings, *, quiet:
         expected = (variant.content_hash, variant.base_directory)
         done = merge_registered(variant.name, str(folder), settings, show, expected=expected)
     if not quiet:
-        typer.echo(f"merged into {folder}, {size_text(done.size_bytes)}")
+        typer.echo(f"{variant.name} is merged into {variant.base}, {size_text(done.size_bytes)}")

@@ -179,6 +179,8 @@ class Deployer:
         move("resolving")
         use = body.use
         source = used(self._resolve(body.model, need_code=use.trust_remote_code), use)
+        if source.merged_into is not None:  # several variants of one content are in one folder
+            source = replace(source, name=row.name)
         Checkpoint.open(source.directory)  # before minutes are spent on measuring what cannot be served
         options = self.options(body)
         options = replace(options, workload=with_images(options.workload, source))

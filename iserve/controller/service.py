@@ -44,6 +44,7 @@ from iserve.controller.deployment_status import replicas_seen, status_of
 from iserve.controller.engine_selection import deployable_engine
 from iserve.controller.followed_routes import FollowedRoutes
 from iserve.controller.idempotency import KEPT_S, answer_to_keep, answered_before, deployed_before
+from iserve.controller.named_models import merged_variant, model_document, with_variant_name
 from iserve.controller.profiling import Profiler
 from iserve.controller.quality import QualityResults
 from iserve.controller.snapshot import serving_on
@@ -192,7 +193,8 @@ class Controller:
 
     def resolve(self, model: str | None, *, need_weights: bool = True, need_code: bool = False) -> ModelSource:
         name = model or DEMO_MODEL_NAME
-        return resolve(name, self.registered(), need_weights=need_weights, need_code=need_code)
+        source = resolve(name, self.registered(), need_weights=need_weights, need_code=need_code)
+        return with_variant_name(source, self.store.variants)
 
     def _is_here(self, model: str | None) -> bool:
         """Return whether ``model`` is a folder of this machine, not a Hugging Face id."""
@@ -204,13 +206,13 @@ class Controller:
         if any(path.name.endswith(_WEIGHT_FILES) for path in source.directory.iterdir()):
             Checkpoint.open(source.directory)
         self.store.put_model(check_name(name), str(source.directory.resolve()))
-        return _model_document(name, source)
+        return model_document(name, source)
 
     def models(self) -> tuple[ModelDocument, ...]:
         documents = []
         for name, directory in self.registered().items():
             try:
-                documents.append(_model_document(name, resolve(str(directory), {})))
+                documents.append(model_document(name, resolve(str(directory), {})))
             except IserveError as error:
                 log.warning("registered model %s: %s", name, error)
         return tuple(documents)
@@ -243,7 +245,7 @@ class Controller:
                 name,
                 to_json(body),
                 created_at=answer.created_at,
-                message=f"{name}: {body.intent} of {source.name}",
+                message=f"{name}: {body.intent} of {source.title}",
                 kept=None if key is None else answer_to_keep(key, body, answer),
                 forget_before=answer.created_at - KEPT_S,
             )
@@ -446,6 +448,7 @@ class Controller:
         with self._lock:
             progress = self._progress.get(row.name)
         gateway = self.gateway_process.record()
+        variant, base = merged_variant(row, self.store.variants, self.settings.merged_folder)
         return DeploymentDocument(
             name=row.name,
             model=request.model or DEMO_MODEL_NAME,
@@ -466,6 +469,8 @@ class Controller:
             num_ready=sum(replica.status == WorkerState.READY for replica in replicas),
             replicas=replicas,
             updating=row.update_request is not None,
+            variant=variant,
+            base=base,
         )
 
     # keys
@@ -487,14 +492,3 @@ class Controller:
         self.plans.close()
         self.variants.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _model_document(name: str, source: ModelSource) -> ModelDocument:
-    return ModelDocument(
-        name=name,
-        directory=str(source.directory),
-        family=source.spec.family,
-        num_layers=source.spec.num_layers,
-        num_params=source.spec.num_params,
-        has_weights=source.has_weights,
-    )

@@ -92,7 +92,7 @@ def planned_deployment(
     free_bytes: Mapping[str, int] = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
     document = plan_document(
         plan,
-        model=source.name,
+        model=source.title,
         hardware=hardware.label,
         workload=options.workload,
         conditions_of=_conditions(spec, hardware, table, is_measured=profile is not None),
@@ -102,7 +102,7 @@ def planned_deployment(
         profile=profile,
         verdict=verdict(
             plan,
-            model=source.name,
+            model=source.title,
             hardware=hardware,
             estimator=estimator,
             options=options,

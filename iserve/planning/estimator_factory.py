@@ -3,20 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from daemon.engines.registry import ENGINES
+from fingerprint.codec import from_json
+from fingerprint.errors import ConfigError, NotFoundError
 from fingerprint.estimators.fingerprinted import FingerprintedEstimator
 from fingerprint.estimators.l2 import L2
 from fingerprint.estimators.roofline import DEFAULT_MAX_BATCHED_TOKENS, RooflineEstimator
 from fingerprint.estimators.towers import WithTowers
+from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import MeasuredKey, Profile
 from fingerprint.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from fingerprint.estimators.depth_tied import DepthTiedEstimator
 
-__all__ = ["contradictions", "estimator_for", "profile_as", "step_tokens_of"]
+__all__ = [
+    "check_taken_on",
+    "contradictions",
+    "estimator_for",
+    "is_profile_of",
+    "profile_as",
+    "read_profile",
+    "step_tokens_of",
+]
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile in a file, as ``iserve profile --json`` prints it.
+
+    Raises:
+        NotFoundError: the file cannot be read.
+        ConfigError: it holds no profile.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise NotFoundError(f"the profile {path} cannot be read: {error.strerror or error}") from error
+    return from_json(data, Profile, what=str(path))
+
+
+def is_profile_of(profile: Profile, spec: ModelSpec) -> bool:
+    """Return whether the layers of the profiled model, as text alone, are those of ``spec``."""
+    return profile.spec.text_alone.shape_hash == spec.text_alone.shape_hash
+
+
+def check_taken_on(profile: Profile, gpu: GpuSpec) -> None:
+    """Raise ConfigError where ``profile`` was taken on another kind of device than ``gpu``, links apart."""
+    if replace(profile.machine.device, interconnect=gpu.interconnect) != gpu:
+        raise ConfigError(
+            f"the profile of {profile.model} was taken on {profile.machine.device.name}, {gpu.name} is asked for"
+        )
 
 
 def estimator_for(profile: Profile) -> FingerprintedEstimator | DepthTiedEstimator | WithTowers:

@@ -1,4 +1,4 @@
-"""Plans and estimates for GPUs that need not be here, from a config.json and a datasheet."""
+"""Plans and estimates for GPUs that need not be here, from a config.json and a datasheet or a profile."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from daemon.engines.registry import capabilities_for, get_engine
 from fingerprint.capability import PLANNED_ONLY, EngineCapabilities
 from fingerprint.checkpoint import Checkpoint
 from fingerprint.config import DeploymentConfig, Workload
-from fingerprint.errors import InfeasibleError
-from fingerprint.estimates import Estimate, MemoryEstimate
+from fingerprint.errors import ConfigError, InfeasibleError
+from fingerprint.estimates import Estimate, Estimator, MemoryEstimate
 from fingerprint.gpu_spec import GpuSpec
+from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
+from fingerprint.profile_checks import graphs_caveat, routing_caveat
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.deployability import DeployableDocument, deployable, gpus_here
 from iserve.planning.deployment_choice import planned_deployment
 from iserve.planning.document import CacheSizesDocument, EstimateDocument, PlanDocument
 from iserve.planning.engine_choice import EngineChoice, by_preference, engine_choices_for_gpus, first_feasible
+from iserve.planning.estimator_factory import check_taken_on, estimator_for, is_profile_of, profile_as
 from iserve.planning.joint_plan import ChosenPlan, chosen_plan
 from iserve.planning.model_use import (
     check_code,
@@ -72,6 +75,8 @@ class OneEstimateDocument:
     verdict: VerdictDocument | None = None
     cache_sizes: CacheSizesDocument | None = None
     """Cache sizes of the model."""
+    notes: tuple[str, ...] = ()
+    """Caveats of the profile that the estimate is from."""
 
 
 def plan_for_gpus(
@@ -239,19 +244,24 @@ def estimate_for_gpu(
     registered: Mapping[str, Path] | None = None,
     own_weights: bool = False,
     use: ModelUse = AS_IT_IS,
+    profile: Profile | None = None,
 ) -> OneEstimateDocument:
-    """Estimate one configuration on as many idle ``gpu`` of one node as it takes, by the roofline.
+    """Estimate one configuration on as many idle ``gpu`` of one node as it takes.
 
     Args:
         own_weights: in the checkpoint's own format, whatever ``config`` names.
+        profile: of the model on ``gpu``, which the estimate is from; None: the roofline.
 
     Raises:
-        ConfigError: more stages than layers, or a workload longer than the model's context.
+        ConfigError: more stages than layers, a workload longer than the model's context, or the profile of another
+            model or device.
+        NotMeasuredError: the profile is of another engine, or nothing says what the configuration takes.
     """
     source = used(resolve(model, registered or {}, need_weights=False), use)
     workload = with_images(workload, source)
     check_context(source.spec, workload)
-    engines = by_preference(capabilities_for(config.engine), gpu)
+    asked = profile.engine if profile is not None and config.engine == "auto" else config.engine
+    engines = by_preference(capabilities_for(asked), gpu)
     chooser = EngineChooser(source.spec, gpu, engines)
     if own_weights:
         config = replace(config, weights=source.spec.as_given)
@@ -259,7 +269,7 @@ def estimate_for_gpu(
     table = next(one for one in engines if one.engine == settled.engine)
     get_engine(settled.engine).check_options(EngineOptions(use=use))
     check_use(source, table)
-    estimate = datasheet_estimator(source.spec, gpu, engines).estimate(settled, workload)
+    estimate = _estimator_of(source, gpu, engines, profile).estimate(settled, workload)
     price = float(COSTS[cost].of(figures([estimate]), Prices(usd_per_gpu_hour=gpu.price_usd_per_gpu_hour))[0])
     refusal = shape_refusal(source.spec, settled, settled.num_gpus) or chooser.refusal(settled)
     place = None if refusal else FitsOn(hypothetical_hardware(gpu, settled.num_gpus), PlanOptions())(estimate)
@@ -281,7 +291,20 @@ def estimate_for_gpu(
         conditions=() if refusal else (*use_notes(source, workload, table), *chooser.conditions(settled)),
         verdict=_verdict_of_one(source, gpu, settled, estimate, engines, reason),
         cache_sizes=kept_of(source.spec, settled),
+        notes=() if profile is None else tuple(filter(None, (routing_caveat(profile), graphs_caveat(profile)))),
     )
+
+
+def _estimator_of(
+    source: ModelSource, gpu: GpuSpec, engines: Sequence[EngineCapabilities], profile: Profile | None
+) -> Estimator:
+    """Return the roofline or, of a profile, what estimates with it."""
+    if profile is None:
+        return datasheet_estimator(source.spec, gpu, engines)
+    if not is_profile_of(profile, source.spec):
+        raise ConfigError(f"the profile of {profile.model} is of a model with other layers than {source.name}")
+    check_taken_on(profile, gpu)
+    return estimator_for(profile_as(source.spec, profile))
 
 
 def _verdict_of_one(

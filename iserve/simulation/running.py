@@ -21,9 +21,10 @@ from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost,
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
+from fingerprint.profile_checks import graphs_caveat
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
-from iserve.planning.estimator_factory import estimator_for, step_tokens_of
+from iserve.planning.estimator_factory import check_taken_on, estimator_for, step_tokens_of
 from iserve.planning.joint_choice import ExpectedModel, JointQuestion, expected_model
 from iserve.planning.joint_promise import promised_choice
 from iserve.planning.launch_limits import largest_step
@@ -80,6 +81,7 @@ class SimulatedModel:
     engines: tuple[EngineCapabilities, ...]  # in order of preference
     options: PlanOptions
     step_tokens: int | None = None  # of the largest step it was measured with, where that binds (a profile)
+    caveats: tuple[str, ...] = ()  # of its profile
 
 
 def idle_cluster(gpu: GpuSpec, count: int, *, per_node: int = 8) -> ClusterSnapshot:
@@ -159,9 +161,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
     Raises:
         ConfigError: it was measured on another kind of device.
     """
-    device = replace(profile.machine.device, interconnect=gpu.interconnect)  # measured links are in the estimator
-    if device != gpu:
-        raise ConfigError(f"the profile of {profile.model} was taken on {device.name}, the cluster has {gpu.name}")
+    check_taken_on(profile, gpu)  # its measured links are in the estimator
     return SimulatedModel(
         name=name,
         spec=with_engine_caches(profile.spec, profile.memory),
@@ -169,6 +169,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
         step_tokens=step_tokens_of(profile),
+        caveats=() if (caveat := graphs_caveat(profile)) is None else (caveat,),
     )
 
 

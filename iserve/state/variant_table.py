@@ -7,13 +7,14 @@ is in the home's folder for these and named by the variant's content and base (:
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import sqlalchemy as sa
 
 from fingerprint.errors import ConflictError, NotFoundError
 from iserve.demo import DEMO_MODEL_NAME
-from iserve.merged_keys import is_merged, is_merged_of, model_of
+from iserve.merged_keys import is_merged, is_merged_of, merged_keys, model_of
 from iserve.state.database import Database
 from iserve.state.rows import VariantRow
 from iserve.state.schema import deployments, models, variants
@@ -89,6 +90,20 @@ class VariantTable:
         if row is None:
             raise _none_named(name)
         return VariantRow(**row)
+
+    def base_of(self, name: str) -> str | None:
+        """Return the base of a variant, as it was named; None: there is none of that name."""
+        with self._database.read() as connection:
+            row = _row_of(connection, name)
+        return None if row is None else row.base
+
+    def merged_in(self, directory: Path) -> VariantRow | None:
+        """Return the first variant, by name, whose merged checkpoint ``directory`` is; None: of none."""
+        if self._merged is None or os.path.realpath(directory.parent) != os.path.realpath(self._merged):
+            return None
+        rows = self.all()
+        keys = merged_keys((row.content_hash, row.base_directory) for row in rows)
+        return next((row for row, key in zip(rows, keys, strict=True) if key == directory.name), None)
 
     def has_content(self, content_hash: str) -> bool:
         """Return whether a variant has this content."""

@@ -28,6 +28,7 @@ from fingerprint.families import read_config, read_spec
 from fingerprint.lora import LoraModule, merge_adapter, read_adapter, reserved_bytes
 from fingerprint.lora.adapter import WEIGHTS_FILE, open_weights
 from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
+from tests.daemon.tiny_models import generate, runner_fixture
 from tests.golden_words import Golden
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "phi3"]
@@ -39,31 +40,7 @@ RANKS = (1, 3, 8, 5)
 CONFIG = DeploymentConfig(adapter_slots=4, adapter_rank=8)
 
 
-@pytest.fixture
-def make_runner(tiny_checkpoint, tiny_stages, tiny_limits) -> Iterator[Callable[..., LocalRunner]]:
-    """``make_runner("llama", config)``: a runner in float32, closed at the end."""
-    made = []
-
-    def make(family: str, config: DeploymentConfig = CONFIG, dtype: torch.dtype = torch.float32) -> LocalRunner:
-        checkpoint = tiny_checkpoint(family)
-        num_layers = transformers.AutoConfig.from_pretrained(checkpoint).num_hidden_layers
-        made.append(LocalRunner(dtype=dtype))
-        made[-1].load(checkpoint, config, tiny_stages(num_layers), tiny_limits)
-        return made[-1]
-
-    yield make
-    for runner in made:
-        runner.close()
-
-
-def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
-    """Return what transformers says, greedily, without our code."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
+make_runner = runner_fixture(CONFIG)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,8 +54,8 @@ def test_tokens_are_those_of_transformers_with_merged_weights(
     runner = make_runner(family)
     load_adapter(runner, 1, folder)
     of_adapter, of_base = greedy(runner, [(1, PROMPT), (None, PROMPT)], NEW_TOKENS)
-    assert of_adapter == generate(tmp_path / "merged", PROMPT)
-    assert of_base == generate(checkpoint, PROMPT)
+    assert of_adapter == generate(tmp_path / "merged", PROMPT, NEW_TOKENS)
+    assert of_base == generate(checkpoint, PROMPT, NEW_TOKENS)
     assert of_adapter != of_base
 
 
@@ -166,8 +143,8 @@ def test_an_update_of_int8_weights_is_added_to_their_rounded_values(
     runner = make_runner("llama", replace(CONFIG, weights=WeightFormat.INT8))
     load_adapter(runner, 1, folder)
     of_adapter, of_base = greedy(runner, [(1, PROMPT), (None, PROMPT)], NEW_TOKENS)
-    assert of_adapter == generate(tmp_path / "merged", PROMPT)
-    assert of_base == generate(tmp_path / "rounded", PROMPT)
+    assert of_adapter == generate(tmp_path / "merged", PROMPT, NEW_TOKENS)
+    assert of_base == generate(tmp_path / "rounded", PROMPT, NEW_TOKENS)
 
 
 def test_factors_have_the_type_of_the_base_and_are_freed(make_runner, tiny_checkpoint, tmp_path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -26,6 +26,7 @@ from fingerprint.errors import CheckpointError, UnsupportedAdapterError
 from fingerprint.safetensors_writer import OutputTensor, write_safetensors
 from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
 from tests.daemon.tiny_deltas import write_export, write_fine_tune, write_tiny_delta
+from tests.daemon.tiny_models import runner_fixture
 from tests.golden_words import Golden
 
 CONFIG = DeploymentConfig(adapter_slots=4, adapter_rank=256)
@@ -37,21 +38,7 @@ FAMILIES += ["internlm3", "iquestcoder"]
 TOLERANCE = 2e-4  # of logits of size 1: float32, summed in another order
 
 
-@pytest.fixture
-def make_runner(tiny_checkpoint, tiny_stages, tiny_limits) -> Iterator[Callable[..., LocalRunner]]:
-    """``make_runner("llama")``: a runner in float32, closed at the end."""
-    made = []
-
-    def make(family: str, config: DeploymentConfig = CONFIG, dtype: torch.dtype = torch.float32) -> LocalRunner:
-        checkpoint = tiny_checkpoint(family)
-        num_layers = transformers.AutoConfig.from_pretrained(checkpoint).num_hidden_layers
-        made.append(LocalRunner(dtype=dtype))
-        made[-1].load(checkpoint, config, tiny_stages(num_layers), tiny_limits)
-        return made[-1]
-
-    yield make
-    for runner in made:
-        runner.close()
+make_runner = runner_fixture(CONFIG)
 
 
 def logits(checkpoint: Path) -> torch.Tensor:

@@ -21,20 +21,13 @@ from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig
 from fingerprint.errors import CheckpointError, EngineError
+from tests.daemon.tiny_models import rank_processes
 from tests.golden_words import Golden
 
 pytestmark = pytest.mark.process
 
 FIRST = StepPlan((StepItem(1, 0, (3, 80, 0, 41, 17, 5, 66)), StepItem(3, 0, (50, 1, 88))))
 SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(0, 0, (61,))))
-
-
-def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def start(tiny_checkpoint, tiny_stages, tiny_limits):
     runners: dict[tuple[int, int], LocalRunner] = {}
 
     def make(*, tp: int = 1, pp: int = 1) -> LocalRunner:
-        if (tp, pp) not in runners or len(children()) != tp * pp - 1:
+        if (tp, pp) not in runners or len(rank_processes()) != tp * pp - 1:
             close()
             runner = runners[tp, pp] = LocalRunner(dtype=torch.float32)
             stages = tiny_stages(4, tp=tp, pp=pp)
@@ -66,14 +59,14 @@ def test_a_load_that_is_refused_leaves_the_ranks_fit(
     start, tiny_checkpoint, tiny_stages, tiny_limits, tmp_path
 ) -> None:
     runner = start(tp=2)
-    [before] = children()
+    [before] = rank_processes()
     config = DeploymentConfig(tp=2)
     (tmp_path / "config.json").write_bytes((tiny_checkpoint("llama") / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="neither"):
         runner.load(tmp_path, config, tiny_stages(4, tp=2), tiny_limits)
     runner.load(tiny_checkpoint("qwen3"), config, tiny_stages(3, tp=2), tiny_limits)
     runner.step(FIRST)
-    assert children() == [before]
+    assert rank_processes() == [before]
 
 
 def test_a_second_group_in_one_process_is_refused(
@@ -94,13 +87,13 @@ def test_a_rank_without_memory_is_told_as_that(start, tiny_checkpoint, tiny_stag
     )
     runner.load(tiny_checkpoint("llama"), DeploymentConfig(tp=2), tiny_stages(4, tp=2), limits)
     runner.step(StepPlan((StepItem(0, 0, (3,)),)))
-    [child] = children()
+    [child] = rank_processes()
     child.rlimit(psutil.RLIMIT_AS, (child.memory_info().vms,) * 2)
     with pytest.raises(EngineError, match=r"rank 1: (MemoryError|.*can't allocate memory)") as told:
         runner.step(StepPlan((StepItem(0, 0, (3,) * 4000),)))
     assert told.value.__cause__ is not None
     assert is_out_of_memory(told.value.__cause__)
-    assert not children()
+    assert not rank_processes()
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
@@ -108,12 +101,12 @@ def test_a_killed_rank_is_an_error_and_nothing_is_left(
     tp: int, pp: int, start, tiny_checkpoint, tiny_stages, tiny_limits, golden: Golden
 ) -> None:
     runner = start(tp=tp, pp=pp)
-    [child] = children()
+    [child] = rank_processes()
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(EngineError) as caught:
         runner.step(SECOND)
     golden("daemon", str(caught.value).partition(";")[0])  # what follows are torch's words
-    assert not children()
+    assert not rank_processes()
     with golden.raises("daemon", EngineError):
         runner.step(SECOND)
     runner.load(tiny_checkpoint("llama"), DeploymentConfig(), tiny_stages(4), tiny_limits)
@@ -163,7 +156,7 @@ def test_a_refused_load_leaves_nothing_on_the_other_ranks(tiny_checkpoint, tiny_
     config, stages = DeploymentConfig(pp=2), tiny_stages(4, pp=2, layers=(3, 1))
     runner = LocalRunner()
     runner.load(tiny_checkpoint("llama"), config, stages, tiny_limits)
-    [child] = children()
+    [child] = rank_processes()
     before = child.memory_info().rss
     with pytest.raises(EngineError, match="stage 0 needs"):
         runner.load(tiny_checkpoint("llama"), config, stages, tight)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -19,6 +18,7 @@ from fingerprint.errors import CheckpointError, EngineError
 from fingerprint.families import read_config, read_spec
 from fingerprint.lora import reserved_bytes
 from tests.daemon.tiny_adapters import greedy, linears, load_adapter, write_tiny_adapter
+from tests.daemon.tiny_models import rank_processes
 from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -28,14 +28,6 @@ LAYERS = {"llama": 4, "gpt_neox": 2, "qwen3_moe": 2}
 CONFIG = DeploymentConfig(adapter_slots=2, adapter_rank=8)
 REQUESTS = [(1, (3, 80, 0, 41, 17, 5, 66)), (None, (50, 1, 88)), (2, (9, 90, 12)), (1, (61,))]
 NEW_TOKENS = 12
-
-
-def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +43,7 @@ def start(tiny_checkpoint, tiny_stages, tiny_limits):
 
     yield load
     runner.close()
-    assert not children()
+    assert not rank_processes()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +125,7 @@ def test_a_rank_that_was_killed_ends_the_runner_at_the_next_load_or_unload(
 ) -> None:
     runner = start("llama", tp=2)
     load_adapter(runner, 1, folders("llama")[0])
-    (child,) = children()
+    (child,) = rank_processes()
     child.kill()
     other = folders("llama")[1]
     with pytest.raises(EngineError) as caught:
@@ -201,7 +193,7 @@ def test_a_rank_that_is_killed_while_it_prepares_an_adapter_fails_the_load_and_e
     with ThreadPoolExecutor(1) as other:
         preparing = other.submit(held.prepare_adapter, 1, tmp_path / "held")
         wait_until((tmp_path / "reached").exists, "the second rank is about to read the adapter")
-        (child,) = children()
+        (child,) = rank_processes()
         child.kill()
         with pytest.raises(EngineError, match=r"rank 1 .* ended with exit code -9"):
             preparing.result(PATIENCE_S)
@@ -218,4 +210,4 @@ def test_a_runner_that_is_closed_while_a_rank_prepares_an_adapter_leaves_no_proc
         held.close()
         with pytest.raises(EngineError, match="rank 1"):
             preparing.result(PATIENCE_S)
-    assert not children()
+    assert not rank_processes()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 import torch
 
 from daemon.torch_engine.parallel.runner import LocalRunner
 from daemon.torch_engine.runner_types import StepItem, StepPlan
 from fingerprint.config import DeploymentConfig, WeightFormat
+from tests.daemon.tiny_models import rank_processes
 
 pytestmark = pytest.mark.process
 
@@ -33,14 +33,6 @@ SECOND = StepPlan((StepItem(1, 7, (9, 90, 12)), StepItem(3, 3, (23,)), StepItem(
 ROUNDING = 2e-5
 
 
-def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if "daemon.torch_engine.parallel.rank_main" in child.cmdline()
-    ]
-
-
 @pytest.fixture(scope="module")
 def run(tiny_checkpoint, tiny_stages, tiny_limits):
     """``run("llama", tp=2)``: logits of two mixed steps and the runner's memory, in float32.
@@ -58,7 +50,7 @@ def run(tiny_checkpoint, tiny_stages, tiny_limits):
 
     yield steps
     runner.close()
-    assert not children()
+    assert not rank_processes()
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,13 @@ from daemon.engines.registry import get_engine
 from daemon.engines.vllm.cache import in_blocks
 from daemon.engines.vllm.variant_plug_in import additional_config
 from daemon.profile_client import WorkerProfileTarget
-from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat, WeightFormat
+from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.engines import graph_sizes
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
-from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, worker
+from tests.daemon.engines.vllm_worker_spec import LLAMA_8B, profile_load, worker
 
 
 @pytest.fixture
@@ -79,17 +78,7 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = replace(worker(tmp_path), options=EngineOptions(use=use))
-    order = in_blocks(
-        spec,
-        ProfileLoad(
-            checkpoint=str(tmp_path),
-            weights=WeightFormat.BITS16,
-            kv=KvFormat.BITS16,
-            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-            max_batch=1,
-            max_context_tokens=640,
-        ),
-    )
+    order = in_blocks(spec, profile_load(spec))
     engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
     engine._fraction = lambda memory_bytes: 0.5
     arguments = engine._arguments(json.loads(to_json(order)))
@@ -106,17 +95,7 @@ def test_a_profile_divides_experts_as_a_deployment_does(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
     spec = worker(tmp_path, tp=2, expert_parallel=expert_parallel)
-    order = in_blocks(
-        spec,
-        ProfileLoad(
-            checkpoint=str(tmp_path),
-            weights=WeightFormat.BITS16,
-            kv=KvFormat.BITS16,
-            layers_per_stage=(32,),
-            max_batch=1,
-            max_context_tokens=640,
-        ),
-    )
+    order = in_blocks(spec, profile_load(spec))
     engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
     engine._fraction = lambda memory_bytes: 0.5
     arguments = engine._arguments(json.loads(to_json(order)))
@@ -144,16 +123,8 @@ def order_with_slots(folder: Path, **slots: Any) -> tuple[Any, dict[str, Any]]:
     """Return a worker's spec, and the order of a load as the daemon's side sends it."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     spec = worker(folder)
-    order = ProfileLoad(
-        checkpoint=str(folder),
-        weights=WeightFormat.BITS16,
-        kv=KvFormat.BITS16,
-        layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-        max_batch=1,
-        max_context_tokens=640,
-        **slots,
-    )
-    return spec, json.loads(to_json(get_engine("vllm").profile_order(spec, order)))
+    order = get_engine("vllm").profile_order(spec, profile_load(spec, **slots))
+    return spec, json.loads(to_json(order))
 
 
 @pytest.mark.parametrize(

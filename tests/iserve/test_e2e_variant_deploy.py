@@ -80,6 +80,11 @@ def test_one_command_merges_and_deploys_and_one_takes_both_down(
     assert merged(home) == [key]
     export_delta(demo_model_path(), read_delta(deltas[0]), tmp_path / "exported")
     assert tensors(home.home / "merged" / key) == tensors(tmp_path / "exported")
+    for words in (("ps",), ("show", NAME)):
+        assert key not in home.run(*words).stdout
+    shown = home.json("show", NAME)
+    assert shown["plan"]["model"] == f"{NAME}, merged into {DEMO_MODEL_NAME}"
+    assert not any(key in event["message"] for event in shown["events"])
     assert answer(home, NAME) == answer(home, NAME)
     status = home.run("variant", "show", NAME).stdout.splitlines()
     golden("variant", next(line for line in status if line.startswith("status")))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from daemon.engines.registry import capabilities_for
+from fingerprint.codec import from_json, to_json
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.errors import ConfigError, EngineError, TooLittleTimeError
 from fingerprint.estimators.roofline import RooflineEstimator
 from fingerprint.gpus import gpu_spec
 from fingerprint.measurements import Profile
+from fingerprint.profile_checks import routing_caveat
 from fingerprint.profile_plan import Shards
 from iserve.cli.profile_text import print_profile
 from iserve.cli.render import print_plan
@@ -27,10 +32,11 @@ from iserve.report.text import label
 from planner.intent import Intent, IntentKind, Quality
 from planner.plan import Plan
 from planner.space import shape_refusal
-from tests.fingerprint.mixture_machine import MixtureMachine, mixture
+from tests.fingerprint.mixture_machine import CONFIG, MixtureMachine, mixture
 from tests.fingerprint.step_timed_machine import llama_7b
 from tests.fingerprint.test_shards import RankMachine
 from tests.golden_words import Golden
+from tests.iserve.command_line import Done, iserve
 from tests.iserve.test_profiling_run import (
     NODE,
     RUNS,
@@ -40,6 +46,7 @@ from tests.iserve.test_profiling_run import (
     with_free,
 )
 
+__all__ = ["iserve"]  # a fixture
 MIXTURE = replace(SOURCE, spec=mixture())
 TP2 = DeploymentConfig(tp=2, engine="vllm")
 EP2 = replace(TP2, expert_parallel=True)
@@ -224,3 +231,44 @@ def test_experts_are_divided_evenly_or_not_at_all(num_experts: int, tp: int, gol
     assert (found is None) is (num_experts == 8)
     golden("planning", str(found))
     assert shape_refusal(spec, replace(TP2, tp=tp), 8) is None
+
+
+@pytest.mark.parametrize("chosen", [EP2, TP2], ids=["experts=parallel", "experts=tensor"])
+def test_an_estimate_from_a_profile_is_that_of_its_estimator(
+    iserve: Callable[..., Done], tmp_path: Path, chosen: DeploymentConfig
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "profile.json").write_bytes(to_json(taken()))
+    words = ("--gpu", "h200", "--config", f"tp=2,experts={'parallel' if chosen.expert_parallel else 'tensor'}")
+    words = ("estimate", tmp_path, *words, "--batch", 4, "--profile", tmp_path / "profile.json")
+    document = json.loads(iserve(*words, "--json").out)
+    expected = estimator_for(taken()).estimate(chosen, FASTEST.workload)
+    found = document["estimate"]
+    assert found["tpot_s"]["value"] == pytest.approx(expected.tpot_s.value)
+    assert found["tpot_s"]["source"] == str(expected.tpot_s.source) != "roofline"
+    assert from_json(to_json(found["measured_config"]), DeploymentConfig) == chosen
+    assert document["runnable"]
+    assert document["notes"] == [routing_caveat(taken())]
+    assert document["notes"][0] in " ".join(iserve(*words).out.split())
+
+
+def test_an_estimate_without_what_says_it_is_refused(
+    iserve: Callable[..., Done], tmp_path: Path, golden: Golden
+) -> None:
+    """Refuse with no profile, one without it, of another model, another device or another engine."""
+    profile, model = tmp_path / "profile.json", tmp_path / "mix"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+
+    def refusal(*words: object, of: Profile | None = None) -> None:
+        profile.write_bytes(to_json(taken() if of is None else of))
+        done = iserve("estimate", model, "--config", "tp=2,experts=parallel", *words)
+        assert done.code == 1
+        golden("planning", done.err.strip(), " ".join(map(str, words)).replace(str(profile), "FILE"))
+
+    refusal("--gpu", "h200", "--engine", "vllm")
+    refusal("--gpu", "h200", "--profile", profile, of=taken(expert_parallel=False))
+    refusal("--gpu", "a6000", "--profile", profile)
+    refusal("--gpu", "h200", "--engine", "torch", "--profile", profile)
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_local_experts": 4}))
+    refusal("--gpu", "h200", "--batch", "4", "--profile", profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fingerprint.errors import CheckpointError, ConflictError, NotFoundError
-from iserve.merged_keys import is_merged, merged_key
+from iserve.merged_keys import is_merged, merged_key, merged_keys
 from iserve.settings import Settings
 from iserve.state.store import Store, VariantRow
 from tests.fingerprint.small_adapters import write_base
@@ -146,3 +147,19 @@ def test_a_variant_and_its_own_deployment_are_removed_in_one_step(
     assert store.deployment("chat") == other
     with pytest.raises(NotFoundError, match="tuned"):
         store.variants.remove("tuned")
+
+
+def test_keys_of_many_are_those_of_each(bases: tuple[Path, Path], tmp_path: Path) -> None:
+    asked = [(HASH, str(bases[0])), (OTHER, str(bases[0])), (HASH, str(bases[1])), (HASH, str(tmp_path / "gone"))]
+    assert list(merged_keys(asked)) == [*(merged_key(*one) for one in asked[:3]), None]
+
+
+def test_of_two_variants_of_one_content_the_first_is_named(
+    bases: tuple[Path, Path], settings: Settings, store: Store
+) -> None:
+    for name in ("tuned", "also"):
+        store.variants.put(dataclasses.replace(row(bases[0]), name=name))
+    found = store.variants.merged_in(settings.merged_folder / merged_key(HASH, str(bases[0])))
+    assert found is not None
+    assert found.name == "also"
+    assert store.variants.merged_in(bases[0]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,39 @@ def test_the_base_serves_it_until_its_own_deployment_does(
     assert served(api) == ({"chat": [], "style": []}, ["style"], None)
     store.update_deployment(row.id, desired="removed")
     assert served(api) == ({"chat": ["style"]}, ["chat"], None)
+
+
+def test_a_person_sees_its_name_and_its_base_for_the_folder(
+    api: Api, base: Path, tmp_path: Path, own: Own, command: Callable[..., Done]
+) -> None:
+    """In lists, plans and events; as JSON the folder is still the model."""
+    variant = add(api, base, write_adapter(tmp_path / "a"))
+    row, controller = own(variant), api.controller
+    (folder,) = (Path(one["model"]) for one in api.ask("GET", "/api/v1/deployments")[1])
+    shutil.copytree(base, folder)
+    source = controller.resolve(str(folder))
+    assert (source.name, source.title) == ("style", f"style, merged into {variant['base']}")
+    assert source.argument == str(folder)  # of a command to type
+    for words in (("ps",), ("show", "style")):
+        said = " ".join(command(*words).out.split())
+        assert "style, merged into" in said  # the base's path takes several lines of a table
+        assert folder.name not in said
+    shown = api.ask("GET", "/api/v1/deployments/style")[1]
+    assert (shown["model"], shown["variant"], shown["base"]) == (str(folder), "style", variant["base"])
+    controller.variants.remove("style")
+    assert row.id in {one.id for one in controller.store.deployments()}  # which is being removed
+    shown = api.ask("GET", "/api/v1/deployments/style")[1]
+    assert (shown["variant"], shown["base"]) == ("style", None)
+    assert folder.name not in command("ps").out
+    assert controller.resolve(str(folder)).title == folder.name  # of a folder that no variant is known to be in
+
+
+def test_what_is_no_merge_is_shown_as_it_was_given(api: Api, base: Path, deploy: Callable[..., None]) -> None:
+    deploy("chat", worker(0, base))
+    (shown,) = api.ask("GET", "/api/v1/deployments")[1]
+    assert (shown["variant"], shown["base"]) == (None, None)
+    source = api.controller.resolve(str(base))
+    assert source.title == source.name == base.name
 
 
 def test_where_no_base_serves_it_the_phase_of_its_own_deployment_is_said(

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from iserve.cli import main
 from iserve.planning.offline import plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
 from iserve.simulation.document import devices_told
+from tests.fingerprint.mixture_machine import CONFIG, MixtureMachine
 from tests.fingerprint.step_timed_machine import StepTimedMachine, take_depth_tied
 from tests.golden_words import Golden
 from tests.iserve.page_words import page_words
@@ -413,6 +414,23 @@ def test_measured_times(
     torn.write_text("{")
     refused = simulate(trace, "--gpus", "h200:1", "--models", model, "--profile", torn).refused()
     assert str(torn) in refused
+
+
+def test_a_profile_with_the_graphs_of_former_deployments_says_so(
+    simulate: Callable[..., Done], trace: Path, tmp_path: Path, golden: Golden
+) -> None:
+    """A mixture's was taken with graphs of up to 512 tokens; one of today's says nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    taken, notes = take_depth_tied(MixtureMachine()), []
+    profile = tmp_path / "profile.json"
+    given = (trace, "--gpus", "h200:1", "--models", f"chat={tmp_path}", "--profile", profile, "--batch", 4)
+    for tokens in (4096, 512):
+        profile.write_bytes(to_json(replace(taken, graph_tokens=tokens)))
+        notes.append(simulate(*given, "--json").document["notes"])
+    assert notes[0] == []
+    (caveat,) = notes[1]
+    golden("cli", caveat)
+    assert caveat in " ".join(simulate(*given).out.split())
 
 
 def test_full_pipelines_serve_more_without_batching_too(

@@ -77,10 +77,18 @@ class Running:
         return status, json.loads(data) if data else None
 
     def stats(self) -> WorkerStats:
-        engine = get_engine(self.status.spec.config.engine)
-        status, data = ask(self.status.url, engine.stats_path, token=self.status.token)
+        status, data = self._stats()
         assert status == 200
-        return engine.read_stats(self.status.spec, data)
+        return get_engine(self.status.spec.config.engine).read_stats(self.status.spec, data)
+
+    def take_a_step(self) -> None:
+        """Answer a request, for an engine may have statistics from its first step on (TensorRT-LLM)."""
+        assert self.ask("/v1/completions", {"model": "tiny", "prompt": [1, 2], "max_tokens": 2})[0] == 200
+        wait_until(lambda: self._stats()[0] == 200, "it tells statistics")
+
+    def _stats(self) -> tuple[int, bytes]:
+        path = get_engine(self.status.spec.config.engine).stats_path
+        return ask(self.status.url, path, token=self.status.token)
 
     def session(self) -> set[int]:
         """Every living process of the worker, its shim's included."""
@@ -119,7 +127,9 @@ class EngineConformance:
         try:
             node.start(real_engines=True, **cls.settings)
             node.client.launch(cls.spec(node))
-            yield Running(node, node.wait("w1", WorkerState.READY))
+            found = Running(node, node.wait("w1", WorkerState.READY))
+            found.take_a_step()
+            yield found
         finally:
             node.clear()
 

@@ -22,15 +22,14 @@ from daemon.engines.base import Inside
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch
 from daemon.engines.vllm.variant_plug_in import ADAPTER_KERNELS, PLUG_IN_NAME, PLUG_IN_PATH
-from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
-from fingerprint.config import KvFormat, SlotFormat, WeightFormat
+from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
 from iserve.controller.profiling_validity import _other_versions as other_versions
 from iserve.settings import load_settings
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_delta_names import recorded
-from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
+from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, profile_load, worker
 from tests.daemon.variant_kernels import variant_module
 
 adapters = variant_module("vllm_adapters")
@@ -255,17 +254,6 @@ class TestLaunch:
         rules = vllm.capabilities().exclusions
         return any(one.has_slots and ADAPTER_KERNELS in one.reason for one in rules)
 
-    def order(self, spec: WorkerSpec, **slots: int) -> ProfileLoad:
-        return ProfileLoad(
-            checkpoint=spec.checkpoint,
-            weights=WeightFormat.BITS16,
-            kv=KvFormat.BITS16,
-            layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-            max_batch=1,
-            max_context_tokens=640,
-            **slots,
-        )
-
     def additional(self, spec: WorkerSpec) -> Any:
         words = launch.arguments(spec, launch.read_model(spec), DEVICES)
         given = [word.partition("=")[2] for word in words if word.startswith("--additional-config=")]
@@ -314,7 +302,7 @@ class TestLaunch:
 
     def test_a_profile_has_the_setting_too(self, make: Callable[..., WorkerSpec]) -> None:
         spec = make()
-        order = self.order(spec, adapter_slots=8, adapter_rank=16)
+        order = profile_load(spec, adapter_slots=8, adapter_rank=16)
         asked = get_engine("vllm").profile_order(spec, order)
         assert json.loads(asked.additional_config) == settings.adapters_config()
 
@@ -335,8 +323,8 @@ class TestLaunch:
         assert self.excludes_slots(vllm)
         spec = replace(make(), profiling=True, engine_version="0.26.0")
         with pytest.raises(EngineError, match=ADAPTER_KERNELS):
-            vllm.profile_order(spec, self.order(spec, adapter_slots=8, adapter_rank=16))
-        assert not vllm.profile_order(spec, self.order(spec)).additional_config
+            vllm.profile_order(spec, profile_load(spec, adapter_slots=8, adapter_rank=16))
+        assert not vllm.profile_order(spec, profile_load(spec)).additional_config
         monkeypatch.delenv(ADAPTER_KERNELS)
         assert not self.excludes_slots(vllm)
 

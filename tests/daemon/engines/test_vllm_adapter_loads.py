@@ -17,14 +17,13 @@ import pytest
 from daemon.engines.registry import get_engine
 from daemon.engines.vllm import launch
 from daemon.engines.vllm.variant_plug_in import ADAPTER_KERNELS, BACKGROUND_LOADS, PLUG_IN_PATH
-from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerSpec
-from fingerprint.config import KvFormat, SlotFormat, WeightFormat
+from fingerprint.config import SlotFormat
 from fingerprint.errors import EngineError
 from iserve.settings import load_settings
 from tests.daemon.engines.standin import make_vllm
 from tests.daemon.engines.vllm_delta_names import PLUGIN, recorded
-from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, worker
+from tests.daemon.engines.vllm_worker_spec import DEVICES, LLAMA_8B, profile_load, worker
 from tests.daemon.variant_kernels import variant_module
 
 settings = variant_module("settings")
@@ -73,16 +72,7 @@ def test_slots_of_adapters_on_one_gpu_have_the_setting(
 
 def test_a_profile_times_loads_that_are_waited_for(make: Callable[..., WorkerSpec]) -> None:
     spec = make()
-    order = ProfileLoad(
-        checkpoint=spec.checkpoint,
-        weights=WeightFormat.BITS16,
-        kv=KvFormat.BITS16,
-        layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
-        max_batch=1,
-        max_context_tokens=640,
-        adapter_slots=8,
-        adapter_rank=16,
-    )
+    order = profile_load(spec, adapter_slots=8, adapter_rank=16)
     assert not get_engine("vllm").profile_order(spec, order).additional_config
 
 

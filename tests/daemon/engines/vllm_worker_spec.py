@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from daemon.devices import Device
+from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
-from fingerprint.config import DeploymentConfig
+from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 
 GIB = 2**30
 # Llama-3.1-8B: 8 KV heads of 128, 32 layers
@@ -48,4 +49,17 @@ def worker(folder: Path, *, layers=(32,), tp=1, limits=None, **config: object) -
             memory_bytes_per_device=35 * GIB,
         ),
         port=8001,
+    )
+
+
+def profile_load(spec: WorkerSpec, **slots: object) -> ProfileLoad:
+    """Return the order to load what ``spec`` has for one sequence, with so many slots for variants."""
+    return ProfileLoad(
+        checkpoint=spec.checkpoint,
+        weights=WeightFormat.BITS16,
+        kv=KvFormat.BITS16,
+        layers_per_stage=tuple(stage.num_layers for stage in spec.stages),
+        max_batch=1,
+        max_context_tokens=640,
+        **slots,
     )

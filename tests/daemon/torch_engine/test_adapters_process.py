@@ -13,6 +13,7 @@ import pytest
 from fingerprint.config import DeploymentConfig
 from fingerprint.lora import merge_adapter, read_adapter
 from tests.daemon.tiny_adapters import linears, write_tiny_adapter
+from tests.daemon.tiny_models import generate
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
@@ -32,25 +33,12 @@ def folders(tiny_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def expected(tiny_checkpoint, folders, tmp_path_factory) -> dict[str, list[list[int]]]:
     """Tokens that transformers generates, by model and prompt."""
     base, folder = tiny_checkpoint("llama"), tmp_path_factory.mktemp("merged")
-    tokens = {"llama": [generate(base, prompt) for prompt in PROMPTS]}
+    tokens = {"llama": [generate(base, prompt, OUTPUT) for prompt in PROMPTS]}
     for name, adapter in folders.items():
         merge_adapter(base, read_adapter(adapter), folder / name)
-        tokens[name] = [generate(folder / name, prompt) for prompt in PROMPTS]
+        tokens[name] = [generate(folder / name, prompt, OUTPUT) for prompt in PROMPTS]
     assert len({str(each) for each in tokens.values()}) == 4
     return tokens
-
-
-def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import pytest
 from daemon import exit_codes
 from daemon.worker_spec import StageAssignment
 from fingerprint.config import DeploymentConfig
+from tests.daemon.tiny_models import generate
 from tests.golden_words import Golden
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -60,19 +61,6 @@ def complete(worker, **body: Any) -> list[list[int]]:
     return [choice.token_ids for choice in done.choices]
 
 
-def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("family", "num_layers"),
     [
@@ -84,7 +72,7 @@ def generate(checkpoint: Path, prompt: list[int]) -> list[int]:
 def test_greedy_equals_transformers_generate(tiny_worker, tiny_checkpoint, family: str, num_layers: int) -> None:
     """Alone, as one batch of prompts of all lengths, and from clients of their own."""
     worker = tiny_worker(family, num_layers)
-    expected = [generate(tiny_checkpoint(family), prompt) for prompt in PROMPTS]
+    expected = [generate(tiny_checkpoint(family), prompt, OUTPUT) for prompt in PROMPTS]
     assert [complete(worker, prompt=prompt, temperature=0)[0] for prompt in PROMPTS] == expected
     assert complete(worker, prompt=PROMPTS, temperature=0) == expected
     with ThreadPoolExecutor(5) as pool:
