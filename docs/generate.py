@@ -1,7 +1,8 @@
-"""Writes the reference pages, tables of recorded results and README.md's answers (``PAGES``) from the code.
+"""Writer of the reference pages, README.md's answers and tables of recorded results.
 
-The prose of every page is wrapped at 100 columns, but for decisions.
-``python docs/generate.py``; with ``--check`` it only compares.
+What is made from the code is in ``CODE``, pages with tables of recorded results are in ``RESULTS``. The prose of
+every page is wrapped at 100 columns, but for decisions. ``python docs/generate.py``; with ``--check`` it only
+compares.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -144,7 +145,8 @@ def world_schema() -> str:
     return json.dumps(schema(), indent=2) + "\n"
 
 
-PAGES = {
+# Of recorded results, with prose that is written by hand.
+RESULTS = {
     DOCS / "accuracy.md": measured("accuracy.md"),
     DOCS / "decision_regret.md": measured("decision_regret.md"),
     DOCS / "fidelity.md": measured("fidelity.md"),
@@ -160,6 +162,8 @@ PAGES = {
     DECISIONS / "0047-delta-kernels.md": measured("decisions/0047-delta-kernels.md"),
     DECISIONS / "0048-delta-plug-in.md": measured("decisions/0048-delta-plug-in.md"),
     DECISIONS / "0049-delta-scheduling.md": measured("decisions/0049-delta-scheduling.md"),
+}
+CODE = {
     DOCS / "world.schema.json": world_schema,
     DOCS / "cli.md": cli_reference,
     DOCS / "rest.md": rest_page,
@@ -172,20 +176,34 @@ PAGES = {
 }
 
 
+def stale(pages: Mapping[Path, Callable[[], str]]) -> list[str]:
+    """Return the names of those pages that are not as they would be written."""
+    texts = {path: _text(path, make) for path, make in pages.items()}
+    return [path.name for path, text in texts.items() if not path.exists() or path.read_text() != text]
+
+
 def main() -> int:
-    """Return 1 when ``--check`` finds a page that is not as it would be written."""
-    stale = []
-    by_hand = {path: path.read_text for path in DOCS.glob("*.md")}
-    for path, make in (by_hand | PAGES).items():
-        text = (wrapped(make()) if path.suffix == ".md" and path.parent != DECISIONS else make()).rstrip() + "\n"
-        if "--check" in sys.argv:
-            if not path.exists() or path.read_text() != text:
-                stale.append(path.name)
-        else:
-            path.write_text(text)
-    if stale:
-        print(f"docs are not what the code says: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
-    return bool(stale)
+    """Write pages, or return 1 where ``--check`` finds one that is not as it would be written.
+
+    All of them, or one kind: ``code``, ``results`` or ``prose``.
+    """
+    by_hand = {path: path.read_text for path in DOCS.glob("*.md") if path not in RESULTS | CODE}
+    kinds = {"code": CODE, "results": RESULTS, "prose": by_hand}
+    asked = [word for word in sys.argv[1:] if word != "--check"] or list(kinds)
+    pages = {path: make for kind in asked for path, make in kinds[kind].items()}
+    if "--check" in sys.argv:
+        if found := stale(pages):
+            named = ", ".join(found)
+            print(f"docs are not what the code says: {named}; run python docs/generate.py", file=sys.stderr)
+        return bool(found)
+    for path, make in pages.items():
+        path.write_text(_text(path, make))
+    return 0
+
+
+def _text(path: Path, make: Callable[[], str]) -> str:
+    text = make()
+    return (wrapped(text) if path.suffix == ".md" and path.parent != DECISIONS else text).rstrip() + "\n"
 
 
 if __name__ == "__main__":

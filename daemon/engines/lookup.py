@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from importlib import metadata
 from typing import Any
@@ -25,12 +26,19 @@ def look(names: list[str]) -> dict[str, Any]:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-        versions[name] = found.version
+        versions[name] = _version_of(found)
         if name == names[0]:
             origin = json.loads(found.read_text("direct_url.json") or "{}")  # PEP 610
             is_editable = bool(origin.get("dir_info", {}).get("editable"))
     packages = {name: _folder_of(name.replace("-", "_")) for name in names}
     return {"versions": versions, "packages": packages, "is_editable": is_editable}
+
+
+def _version_of(found: metadata.Distribution) -> str:
+    """Return the version, from the headers alone: ``found.version`` parses the README behind them, too."""
+    headers = (found.read_text("METADATA") or "").partition("\n\n")[0]
+    named = re.search(r"^Version:[ \t]*(\S+)[ \t]*$", headers, re.MULTILINE | re.IGNORECASE)
+    return named[1] if named else found.version  # older ones have it in another file
 
 
 def _folder_of(module: str) -> str | None:

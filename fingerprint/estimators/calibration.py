@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
@@ -66,11 +66,55 @@ class LogErrors:
     high: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chosen:
+    """Errors that count for a prediction.
+
+    Attributes:
+        tokens: prompt tokens of each in all.
+        same_model: how many there are of the model of each.
+        order: of the log errors, which ``ordered`` has ascending.
+        is_here: measured with the engine and graphs, on the GPU, in the format and at the degrees that were asked.
+    """
+
+    tokens: Array
+    same_model: Array
+    order: npt.NDArray[np.intp]
+    ordered: Array
+    is_here: bool
+
+    @classmethod
+    def of(cls, errors: Sequence[MeasuredError], *, is_here: bool) -> _Chosen:
+        points = Counter(error.shape_hash for error in errors)
+        values = np.array([_rounded(error.log_error) for error in errors])
+        order = np.argsort(values)
+        tokens = np.array([float(error.batch * error.input_tokens) for error in errors])
+        same_model = np.array([float(points[error.shape_hash]) for error in errors])
+        return cls(tokens, same_model, order, values[order], is_here)
+
+    def quantiles(self, prompt_tokens: int) -> LogErrors:
+        octaves = np.log2(self.tokens / prompt_tokens)
+        far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
+        weights = np.exp(-far) / self.same_model
+        share = np.cumsum(weights[self.order]) / weights.sum()
+        tail = (1 - _INTERVAL) / 2
+        at = np.searchsorted(share, np.array([tail, 0.5, 1 - tail]) - _ROUNDING)
+        low, middle, high = (float(value) for value in self.ordered[at])
+        return LogErrors(
+            _mean_between(self.ordered, share, tail - _EDGE, tail, low),
+            middle,
+            _mean_between(self.ordered, share, 1 - tail, 1 - tail + _EDGE, high),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Errors of predictions, all models."""
 
     errors: tuple[MeasuredError, ...] = ()
+    _chosen: dict[tuple[object, ...], _Chosen | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # by what was asked but prompt tokens
 
     def of_others(
         self,
@@ -102,6 +146,28 @@ class Calibration:
             graph_tokens: of the largest CUDA graph, beyond which a step goes at the host's pace.
             expert_parallel: errors with it and those without it say nothing of each other.
         """
+        asked = (metric, exclude_shape, engine, gpu, weights, tp, pp, graph_tokens, expert_parallel)
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choose(*asked)
+        chosen = self._chosen[asked]
+        if chosen is None:
+            return LogErrors(-_UNCALIBRATED, 0.0, _UNCALIBRATED)
+        found = chosen.quantiles(prompt_tokens)
+        return found if chosen.is_here else LogErrors(min(0.0, found.low), 0.0, max(0.0, found.high))
+
+    def _choose(
+        self,
+        metric: str,
+        exclude_shape: str,
+        engine: str,
+        gpu: str,
+        weights: str,
+        tp: int,
+        pp: int,
+        graph_tokens: int,
+        expert_parallel: bool,
+    ) -> _Chosen | None:
+        """Return the errors that count, by the rules of :meth:`of_others`; None where models are too few."""
         others = [
             e
             for e in self.errors
@@ -109,16 +175,13 @@ class Calibration:
         ]
         asked = (_release(engine), gpu, weights, tp, pp, graph_tokens)
         here = [e for e in others if (_release(e.engine), e.gpu, e.weights, e.tp, e.pp, e.graph_tokens) == asked]
-        if _num_models(here) >= _FEWEST_MODELS:
-            return _quantiles(here, prompt_tokens)
         same_format = [e for e in others if e.weights == weights]
         same_graphs = [e for e in same_format if e.graph_tokens == graph_tokens]
         same_kind = [e for e in others if e.weights.endswith(_EXPERTS) == weights.endswith(_EXPERTS)]
-        for elsewhere in (same_graphs, same_format, same_kind, others):
-            if _num_models(elsewhere) >= _FEWEST_MODELS:
-                found = _quantiles(elsewhere, prompt_tokens)
-                return LogErrors(min(0.0, found.low), 0.0, max(0.0, found.high))
-        return LogErrors(-_UNCALIBRATED, 0.0, _UNCALIBRATED)
+        for errors in (here, same_graphs, same_format, same_kind, others):
+            if _num_models(errors) >= _FEWEST_MODELS:
+                return _Chosen.of(errors, is_here=errors is here)
+        return None
 
 
 def kernels_of(spec: ModelSpec, weights: WeightFormat) -> str:
@@ -148,24 +211,6 @@ def _release(engine: str) -> str:
 
 def _num_models(errors: Sequence[MeasuredError]) -> int:
     return len({error.shape_hash for error in errors})
-
-
-def _quantiles(errors: Sequence[MeasuredError], prompt_tokens: int) -> LogErrors:
-    points = Counter(error.shape_hash for error in errors)
-    values = np.array([_rounded(error.log_error) for error in errors])
-    octaves = np.log2([error.batch * error.input_tokens / prompt_tokens for error in errors])
-    far = (octaves**2 - (octaves**2).min()) / (2 * _NEAR_OCTAVES**2)  # the nearest has weight 1
-    weights = np.exp(-far) / [points[error.shape_hash] for error in errors]
-    order = np.argsort(values)
-    ordered, share = values[order], np.cumsum(weights[order]) / weights.sum()
-    tail = (1 - _INTERVAL) / 2
-    at = np.searchsorted(share, np.array([tail, 0.5, 1 - tail]) - _ROUNDING)
-    low, middle, high = (float(value) for value in ordered[at])
-    return LogErrors(
-        _mean_between(ordered, share, tail - _EDGE, tail, low),
-        middle,
-        _mean_between(ordered, share, 1 - tail, 1 - tail + _EDGE, high),
-    )
 
 
 def _mean_between(ordered: Array, share: Array, begin: float, end: float, about: float) -> float:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,6 +63,15 @@ _SMALL_ERROR = 0.02  # of a TPOT, by which a measured one may be off beyond its 
 _Z90 = 1.6449
 
 
+@dataclass(frozen=True, slots=True)
+class _AtPoints:
+    """Measured times over the roofline's at each point of a configuration."""
+
+    ttft: tuple[float, ...]  # logarithms
+    tpot: tuple[float, ...]
+    growth: Mapping[int, float]  # of a decode step with every token of context, by batch
+
+
 class L3:
     """Latency of every configuration that was profiled depth-tied.
 
@@ -83,6 +92,7 @@ class L3:
         self.shards = frozenset(found.shards)  # of these, what was run as one TP rank alone
         self.impossible = frozenset(found.impossible)  # run, and no point tells a time to be trusted
         self.unusable = tuple(unusable_points(profile, found))
+        self._at_points: dict[tuple[DeploymentConfig, int], _AtPoints] = {}  # by output tokens; no calibration's
 
     def reaches(self, config: DeploymentConfig) -> bool:
         """Return whether this very configuration was run."""
@@ -97,25 +107,33 @@ class L3:
             raise NotMeasuredError(f"{config} was not profiled on {self.profile.engine}")
         points = self.points[key_of(config)]
         shape = config.without_expert_parallel  # for the roofline, which knows of no expert parallelism
-        growth = {batch: _growth(points, batch) for batch in {p.batch for p in points}}
-        ttft, tpot = [], []
-        for point in points:
-            at = Workload(batch=point.batch, input_tokens=point.input_tokens, output_tokens=workload.output_tokens)
-            roofline = self._roofline.estimate(shape, at)
-            ttft.append(math.log(point.ttft_s / roofline.ttft_s.value))
-            tpot.append(
-                math.log(point.tpot_s(workload.output_tokens, growth[point.batch]) / roofline.tpot_s.value)
-            )
+        at_points = self._of_points(config, workload.output_tokens)
         asked = self._roofline.estimate(shape, workload)
         between = in_hull([octaves(p) for p in points], octaves(workload))
         source = Source.EXTRAPOLATED if between else Source.SCALED
-        first = self._between(points, ttft, workload, asked.ttft_s, "ttft", config, source)
-        later = self._between(points, tpot, workload, asked.tpot_s, "tpot", config, source)
+        first = self._between(points, at_points.ttft, workload, asked.ttft_s, "ttft", config, source)
+        later = self._between(points, at_points.tpot, workload, asked.tpot_s, "tpot", config, source)
         found = Latency(
             first if between else _up_to_larger(first, points, workload),
-            _beyond(later, points, growth, workload),
+            _beyond(later, points, at_points.growth, workload),
         )
         return self._of_a_group(found, config.tp, points, workload) if key_of(config) in self.shards else found
+
+    def _of_points(self, config: DeploymentConfig, output_tokens: int) -> _AtPoints:
+        """Return what the points of ``config`` say of so many output tokens; kept, for every workload needs it."""
+        kept = self._at_points.get((config, output_tokens))
+        if kept is not None:
+            return kept
+        points, shape = self.points[key_of(config)], config.without_expert_parallel
+        growth = {batch: _growth(points, batch) for batch in {p.batch for p in points}}
+        ttft, tpot = [], []
+        for point in points:
+            at = Workload(batch=point.batch, input_tokens=point.input_tokens, output_tokens=output_tokens)
+            roofline = self._roofline.estimate(shape, at)
+            ttft.append(math.log(point.ttft_s / roofline.ttft_s.value))
+            tpot.append(math.log(point.tpot_s(output_tokens, growth[point.batch]) / roofline.tpot_s.value))
+        found = self._at_points[config, output_tokens] = _AtPoints(tuple(ttft), tuple(tpot), growth)
+        return found
 
     def _of_a_group(self, rank: Latency, tp: int, points: tuple[WholePoint, ...], workload: Workload) -> Latency:
         """``rank`` with the source and the interval of sums that were modelled."""
@@ -129,7 +147,7 @@ class L3:
     def _between(
         self,
         points: tuple[WholePoint, ...],
-        log_ratios: list[float],
+        log_ratios: Sequence[float],
         workload: Workload,
         roofline: Quantity,
         metric: str,

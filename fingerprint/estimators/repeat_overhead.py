@@ -12,7 +12,7 @@ What a token costs there is bounded by what embedding and norms can move (:func:
 prompts fall into other steps at each depth differ by more than that, and 16 repeats of 131,072 tokens would carry
 the difference: a mixture's prompts (OLMoE-1B-7B on an H200) were 39% too fast by it in the median, 9% without.
 What a pass costs is bounded by what its layers leave (decision 59), where both depths have the model's mix. Where
-the bound takes away much, the depths contradict each other (:func:`depths_contradict`).
+the bound takes away much, the depths contradict each other (``RepeatCosts.contradicted``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,6 @@ __all__ = [
     "Round",
     "Took",
     "decoding",
-    "depths_contradict",
     "ending",
     "repeat_costs",
     "repeat_overheads",
@@ -207,10 +207,15 @@ At = tuple[int, int, bool]  # batch, input tokens, whether tokens were generated
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """The same at all points but for passes and tokens."""
+    """The same at all points but for passes and tokens.
+
+    Attributes:
+        contradicted: more than a tenth of a lone prompt's pass would go to repeats beyond what they can cost.
+    """
 
     first: Overhead
     step: Overhead
+    contradicted: bool
 
     def first_s(self, point: TimingPoint, took: Took) -> float:
         """Return the cost in the steps until the first token."""
@@ -227,6 +232,8 @@ class _Paired:
 
     shallow: dict[At, TimingPoint]
     deep: dict[At, TimingPoint]
+    contradicted: ClassVar[bool] = False  # each point has its own
+    _forwards: dict[tuple[At, bool], tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def first_s(self, point: TimingPoint, took: Took) -> float:
         other = self.shallow.get(_at(point))
@@ -238,10 +245,10 @@ class _Paired:
         other = self.shallow.get(_at(point))
         if other is None:
             return self._nearest_share(point, _decode_step) * point.pp * round_.forward_s / point.repeat
-        of = together if round_.sequences == point.batch else ending
-        here, there = (_forwards_s(p, of) for p in (point, other))
-        if not there:  # the shallower one's sequences ended together
-            there = _forwards_s(other, together)[-1:]
+        whole = round_.sequences == point.batch
+        if (_at(point), whole) not in self._forwards:  # the same for each of its steps
+            self._forwards[_at(point), whole] = _forwards_alike(point, other, together if whole else ending)
+        here, there = self._forwards[_at(point), whole]
         return _beside_layers_s(point, here[min(index, len(here) - 1)], other, there[min(index, len(there) - 1)])
 
     def _nearest_share(self, point: TimingPoint, took: Callable[[TimingPoint], Took]) -> float:
@@ -276,7 +283,8 @@ def repeat_costs(repeated: Sequence[TimingPoint], deepest: int, most_per_token_s
     shallow = {_at(p): p for p in repeated if p.num_layers < deepest}
     if any(not _same_mix(p, other) for p in repeated for other in shallow.values()):
         return _Paired(shallow, {_at(p): p for p in repeated if p.num_layers == deepest})
-    return _Fitted(*_bounded(repeated, deepest, most_per_token_s)[:2])
+    first, step, given_back = _bounded(repeated, deepest, most_per_token_s)
+    return _Fitted(first, step, given_back > _AGREE_WITHIN)
 
 
 def repeat_overheads(
@@ -287,19 +295,6 @@ def repeat_overheads(
     Arguments and errors are those of ``l3.whole_points``.
     """
     return _bounded(*repeated_points(points, num_layers), most_per_token_s)[:2]
-
-
-def depths_contradict(
-    points: tuple[TimingPoint, ...], num_layers: int, most_per_token_s: float = math.inf
-) -> bool:
-    """Return whether more than a tenth of a lone prompt's pass would go to repeats beyond what they can cost.
-
-    Arguments and errors are those of ``l3.whole_points``.
-    """
-    repeated, deepest = repeated_points(points, num_layers)
-    if any(not _same_mix(p, repeated[0]) for p in repeated):
-        return False
-    return _bounded(repeated, deepest, most_per_token_s)[2] > _AGREE_WITHIN
 
 
 def repeated_points(points: tuple[TimingPoint, ...], num_layers: int) -> tuple[list[TimingPoint], int]:
@@ -325,6 +320,13 @@ def _octaves(point: TimingPoint) -> tuple[float, float]:
 def _same_mix(one: TimingPoint, other: TimingPoint) -> bool:
     pairs = list(zip(one.layer_counts, other.layer_counts, strict=True))
     return all(x * v == y * u for x, u in pairs for y, v in pairs)
+
+
+def _forwards_alike(
+    point: TimingPoint, other: TimingPoint, of: Callable[[TimingPoint, RunReading], list[Round]]
+) -> tuple[list[float], list[float]]:
+    """Return the decode steps of a point at two depths; where the shallower's sequences end together, its last."""
+    return _forwards_s(point, of), _forwards_s(other, of) or _forwards_s(other, together)[-1:]
 
 
 def _forwards_s(point: TimingPoint, of: Callable[[TimingPoint, RunReading], list[Round]]) -> list[float]:

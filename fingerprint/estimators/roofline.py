@@ -44,6 +44,7 @@ DEFAULT_MAX_BATCHED_TOKENS = 8192  # tokens of the largest prefill step; longer 
 _ACTIVATION_BYTES = 2.0  # activations are 16-bit in every format
 _LOGIT_BYTES = 4.0  # logits are sampled in fp32
 _MIB = 2**20
+_MOST_KEPT = 4096  # estimates of one estimator: some spaces of configurations, 1 KiB each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,7 @@ class RooflineEstimator:
         self._kinds = spec.kinds
         self._query_shares = [kind.query_share for kind in spec.kinds]
         self._shards: dict[DeploymentConfig, _Shard] = {}
+        self._estimates: dict[tuple[DeploymentConfig, Workload], Estimate] = {}
 
     def estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         """Predict ``config`` under ``workload``.
@@ -176,6 +178,15 @@ class RooflineEstimator:
             ConfigError: more stages than layers.
             NotMeasuredError: expert parallelism.
         """
+        found = self._estimates.get((config, workload))
+        if found is None:
+            found = self._estimate(config, workload)
+            if len(self._estimates) >= _MOST_KEPT:
+                self._estimates.clear()
+            self._estimates[config, workload] = found
+        return found
+
+    def _estimate(self, config: DeploymentConfig, workload: Workload) -> Estimate:
         if config.expert_parallel:
             raise NotMeasuredError(
                 f"{config} was not measured, and datasheets do not say what expert parallelism takes: measure it "

@@ -15,7 +15,6 @@ from fingerprint.estimators.physical_floor import PhysicalFloor
 from fingerprint.estimators.repeat_overhead import (
     RepeatCosts,
     Round,
-    depths_contradict,
     ending,
     repeat_costs,
     repeated_points,
@@ -119,6 +118,16 @@ def whole_points(
     Raises:
         NotMeasuredError: no fingerprint was repeated, or one alone, or two of other mixes at no point of both.
     """
+    return _points_and_costs(points, num_layers, most_per_token_s, stalled)[0]
+
+
+def _points_and_costs(
+    points: tuple[TimingPoint, ...],
+    num_layers: int,
+    most_per_token_s: float,
+    stalled: frozenset[tuple[int, int, int]],
+) -> tuple[tuple[WholePoint, ...], RepeatCosts]:
+    """Return :func:`whole_points`, with what a repeat cost."""
     repeated, deepest = repeated_points(points, num_layers)
     short = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens == 1}
     long = {(p.batch, p.input_tokens): p for p in repeated if p.num_layers == deepest and p.output_tokens > 1}
@@ -129,7 +138,7 @@ def whole_points(
     told = (
         p if (deepest, p.batch, p.input_tokens) not in stalled else replace(p, first_s=p.ttft_s) for p in found
     )
-    return tuple(point for point in told if point.usable)
+    return tuple(point for point in told if point.usable), costs
 
 
 def _whole(short: TimingPoint, long: TimingPoint, num_layers: int, costs: RepeatCosts) -> WholePoint:
@@ -223,14 +232,14 @@ def measured_points(profile: Profile) -> MeasuredPoints:
             found.impossible.add(key)
             continue
         try:
-            whole = whole_points(trusted.points, profile.spec.num_layers, most, trusted.stalled)
+            whole, costs = _points_and_costs(trusted.points, profile.spec.num_layers, most, trusted.stalled)
         except NotMeasuredError:
             continue
         if shard:
             sums = GroupSums(profile.spec, profile.machine.device, key.tp)
             whole = tuple(point.with_sums(sums) for point in whole)
         whole = tuple(point for point in whole if _is_possible(point, key.config(profile.engine), floor))
-        if depths_contradict(trusted.points, profile.spec.num_layers, most):
+        if costs.contradicted:
             found.contradicted.add(key)
         if whole:
             found.points[key] = whole

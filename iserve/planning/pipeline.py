@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import DeploymentConfig, Workload
@@ -172,12 +173,17 @@ def hypothetical_hardware(gpu: GpuSpec, count: int) -> Hardware:
 
 def datasheet_estimator(spec: ModelSpec, gpu: GpuSpec, engines: Sequence[EngineCapabilities]) -> RooflineEstimator:
     """Return the estimator of ``spec`` on GPUs not present, with each engine's own host time and kernels."""
-    return RooflineEstimator(
-        spec,
-        gpu,
-        eager=frozenset(table.engine for table in engines if table.eager),
-        adapter_kernels=frozenset(table.engine for table in engines if table.adapter_kernels),
-    )
+    eager = frozenset(table.engine for table in engines if table.eager)
+    kernels = frozenset(table.engine for table in engines if table.adapter_kernels)
+    return _datasheet_estimator(spec, gpu, eager, kernels)
+
+
+@lru_cache(maxsize=8)
+def _datasheet_estimator(
+    spec: ModelSpec, gpu: GpuSpec, eager: frozenset[str], adapter_kernels: frozenset[str]
+) -> RooflineEstimator:
+    """Return one estimator for one model: a plan, its verdict and its export ask for the same estimates."""
+    return RooflineEstimator(spec, gpu, eager=eager, adapter_kernels=adapter_kernels)
 
 
 def with_traffic(

@@ -347,11 +347,16 @@ def _short(answer: Answer) -> Answer:
     return replace(answer, text=hashlib.sha256(answer.text.encode()).hexdigest()[:12])
 
 
+def asked_models(count: int, round_: int) -> list[str]:
+    """Return the models of the requests of an arm, in their order; more than can be answered within it."""
+    rng, names = random.Random(100 * round_ + count), adapter_names(count)
+    return [rng.choice(names) for _ in range(CLIENTS * 200)]
+
+
 def requests(count: int, round_: int) -> list[Asked]:
-    """Return the requests of an arm in their order, more than can be answered within it."""
-    rng = random.Random(100 * round_ + count)
-    names = adapter_names(count)
-    return [_asked(rng.choice(names), 1_000_000 * round_ + 10_000 * count + row) for row in range(CLIENTS * 200)]
+    """Return the requests of an arm in their order."""
+    first = 1_000_000 * round_ + 10_000 * count
+    return [_asked(model, first + row) for row, model in enumerate(asked_models(count, round_))]
 
 
 def _asked(model: str, seed: int, tokens: int = OUTPUT) -> Asked:

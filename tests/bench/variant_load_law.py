@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from fingerprint.gpus import gpu_spec
 from fingerprint.load_time import RECORDED_TENSORS
 from fingerprint.model_spec import ModelSpec
 from fingerprint.queueing import ServiceColumns, Variation, requests_at_once, slot_wait
-from fingerprint.service_model import service_model
+from fingerprint.service_model import ServiceModel, service_model
 from fingerprint.spared_loads import at_rate, spared_column
 from iserve.simulation.running import adapter_cost
 from planner.adapter_slots import VariantLoad
@@ -105,6 +105,27 @@ def _known(time: Quantity) -> Quantity:
     return replace(time, low=time.value, high=time.value)
 
 
+@cache
+def _spec(model: str) -> ModelSpec:
+    return MODELS[model]()
+
+
+@cache
+def _machine(model: str, load_times: float) -> RooflineEstimator:
+    spec = _spec(model)
+    return RooflineEstimator(spec, GPU) if load_times == 1 else _Machine(spec, load_times)
+
+
+@cache
+def _service(case: Case, with_loads: bool) -> ServiceModel:
+    return service_model(case.estimator(with_loads=with_loads), case.config, WORK)
+
+
+@cache
+def _rate_per_s(case: Case) -> float:
+    return case._find_rate_per_s()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """Worker and its traffic."""
@@ -139,12 +160,12 @@ class Case:
 
     @property
     def spec(self) -> ModelSpec:
-        return MODELS[self.model]()
+        return _spec(self.model)
 
     @property
     def machine(self) -> RooflineEstimator:
         """The GPU, as both sides know it."""
-        return RooflineEstimator(self.spec, GPU) if self.load_times == 1 else _Machine(self.spec, self.load_times)
+        return _machine(self.model, self.load_times)
 
     @property
     def load_s(self) -> float:
@@ -167,13 +188,16 @@ class Case:
         )
 
     def columns(self, *, with_loads: bool, slots_for_all: bool, is_shared: bool = False) -> ServiceColumns:
-        service = service_model(self.estimator(with_loads=with_loads), self.config, WORK)
+        service = _service(self, with_loads)
         spared_s = spared_column([service.spared_loads_s], [self.replicas if is_shared else 1])
         found = ServiceColumns.of([service], np.array([float(BATCH)]), spared_s)
         return replace(found, most=np.array([float(BATCH)])) if slots_for_all else found
 
     @property
     def rate_per_s(self) -> float:
+        return _rate_per_s(self)
+
+    def _find_rate_per_s(self) -> float:
         most_per_s = self.share / float(self.columns(with_loads=False, slots_for_all=True).slot_s[0])
         return min(most_per_s, self.thread / (self.missed * self.load_s)) if self.thread else most_per_s
 
@@ -196,8 +220,7 @@ class Case:
 
     def expected_ttft_s(self) -> tuple[float, ...]:
         """Return the percentiles by the law; infinite where the rate is not served."""
-        estimator = self.estimator(with_loads=True)
-        service = service_model(estimator, self.config, WORK)
+        estimator, service = self.estimator(with_loads=True), _service(self, True)
         alone, full = (_exact(estimator.estimate(self.config, replace(WORK, batch=batch))) for batch in (1, BATCH))
         traffic = Traffic(input_cv=0.0, output_cv=1.0)
         law = Attainment.of_service(service, float(BATCH), figures([full]), alone, traffic, self.replicas)

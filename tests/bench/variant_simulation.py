@@ -52,8 +52,8 @@ from tests.bench.variant_contest_run import (
     NAME,
     RANK,
     SLOTS,
+    asked_models,
     cold_names,
-    requests,
 )
 from traces.request import Request
 from traces.simulator.scenario import Deploy, Deployed, NotDeployed, Policies, Scenario
@@ -135,7 +135,7 @@ def phases(found: VariantContest) -> Iterator[Phase]:
     at_s = 3.0 * MOST + DRAIN_S
     for arm in found.arms:
         if arm.side == OURS:
-            models = [one.model for one in requests(arm.adapters, arm.round)]
+            models = asked_models(arm.adapters, arm.round)
             _check(models, arm.answers)
             name = f"{arm.adapters} adapters, round {arm.round}"
             yield Phase(name=name, begins_s=at_s, seconds=ARM_S, clients=CLIENTS, models=models)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fingerprint.config import DeploymentConfig, KvFormat, Pruning, WeightFormat, Workload, even_split
 from fingerprint.errors import ConfigError
 from fingerprint.estimates import Source
+from fingerprint.estimators import roofline
 from fingerprint.estimators.physical_floor import NOTHING_LOST
 from fingerprint.estimators.roofline import CALIBRATED, RooflineConstants, RooflineEstimator
 from fingerprint.families import read_spec
@@ -161,6 +162,15 @@ class TestRooflineOnCpu(EstimatorConformance):
     @pytest.fixture
     def estimator(self) -> RooflineEstimator:
         return RooflineEstimator(TINY, CPU)
+
+
+def test_an_estimate_is_the_same_asked_again_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_MOST_KEPT", 3)
+    asked, kept = [Workload(batch=batch) for batch in range(1, 9)], RooflineEstimator(LLAMA_2_7B, A6000)
+    for workload in (*asked, *reversed(asked)):
+        found = kept.estimate(DeploymentConfig(), workload)
+        assert found == RooflineEstimator(LLAMA_2_7B, A6000).estimate(DeploymentConfig(), workload)
+        assert len(kept._estimates) <= 3
 
 
 def per_gpu_bytes(estimator: RooflineEstimator, config: DeploymentConfig, workload: Workload) -> int:

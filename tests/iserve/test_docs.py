@@ -44,9 +44,14 @@ def test_every_example_can_be_run(name: str, command: Any) -> None:
 
 
 @pytest.mark.slow
-def test_reference_pages_are_current() -> None:
+def test_pages_made_from_the_code_are_current_and_prose_is_wrapped() -> None:
+    """Pages of recorded results are in ``tests/bench/test_cited_accuracy.py``."""
     check = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "docs/generate.py", "--check", "code", "prose"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert check.returncode == 0, check.stderr
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from daemon.engines import external
 from daemon.engines.external import ExternalEngine, Installation, Interpreter
+from daemon.engines.lookup import look
 from fingerprint.architectures import Architectures, Listed
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import KvFormat, Pruning, WeightFormat
@@ -41,6 +43,22 @@ def test_versions_come_from_the_interpreter_that_is_set(monkeypatch, python):
     assert found.versions == (("abacus", "1.2.3"), ("beads", "7"))
     assert found.version("abacus") == "1.2.3"
     assert found.version("absent") == ""
+
+
+def test_a_version_is_that_of_the_distribution_wherever_it_is_written(tmp_path, monkeypatch):
+    """Also of an ``egg-info``, as older installers leave it, and not what a README says behind the headers."""
+    names = sorted({found.name for found in metadata.distributions()})
+    assert look(names)["versions"] == {name: metadata.version(name) for name in names}
+    written = {
+        "late.dist-info/METADATA": "Metadata-Version: 2.1\nName: late\nVersion: 2.0\n\nVersion: 9\n",
+        "none.dist-info/METADATA": "Metadata-Version: 2.1\nName: none\nversion: 3.0\n",
+        "old.egg-info/PKG-INFO": "Metadata-Version: 1.2\nName: old\nVersion: 0.9\n",
+    }
+    for file, text in written.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert look(["late", "none", "old"])["versions"] == {"late": "2.0", "none": "3.0", "old": "0.9"}
 
 
 def test_without_a_setting_it_is_the_running_interpreter(monkeypatch, golden: Golden):
