@@ -312,7 +312,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    made: dict[str, Path] = {}
+    folder, made = tmp_path_factory.mktemp("checkpoints", numbered=False), dict[str, Path]()
 
     def make(family: str) -> Path:
         if family not in made:
@@ -324,7 +324,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
                 else:  # norms and biases: not all ones and zeros
                     low = -0.5 if name.endswith("bias") else 0.5
                     torch.nn.init.uniform_(parameter, low, low + 1)
-            made[family] = tmp_path_factory.mktemp("checkpoint") / family
+            made[family] = folder / family
             model.save_pretrained(made[family])
         return made[family]
 

@@ -124,7 +124,7 @@ def test_each_figure_is_measured_over_predicted_and_inside_or_not(golden: Golden
 
 
 def test_a_worker_with_larger_graphs_teaches_as_any() -> None:
-    """Those of a mixture on vLLM."""
+    """Graphs of a mixture on vLLM."""
     assert document(replace(CHECK, graph_tokens=4096)) == document()
 
 
