@@ -13,7 +13,7 @@ from fingerprint.engines import largest_graph
 from fingerprint.errors import EngineError
 from fingerprint.measurements import ExpertCount, Profile, RankMemory, RunReading, StepReading, TimingPoint
 
-__all__ = ["check_ranks", "check_runs", "contradiction", "graphs_caveat", "routing_caveat"]
+__all__ = ["caveats", "check_ranks", "check_runs", "contradiction", "graphs_caveat", "routing_caveat"]
 
 
 def check_runs(runs: Sequence[RunReading], *, batch: int, input_tokens: int) -> None:
@@ -93,6 +93,11 @@ def _by_depth(points: Sequence[TimingPoint], *, repeated: bool) -> dict[tuple[in
             each = decoding[len(decoding) // 2] / point.repeat
             steps.setdefault((point.batch, point.input_tokens), {})[point.num_layers] = each
     return steps
+
+
+def caveats(profile: Profile) -> tuple[str, ...]:
+    """Return what is to be said of estimates from ``profile`` alone."""
+    return tuple(filter(None, (routing_caveat(profile), graphs_caveat(profile))))
 
 
 def routing_caveat(profile: Profile) -> str | None:

@@ -19,7 +19,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
 from fingerprint.model_use import AS_IT_IS, ModelUse
-from fingerprint.profile_checks import graphs_caveat, routing_caveat
+from fingerprint.profile_checks import caveats
 from iserve.api_types import check_name
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.deployability import DeployableDocument, deployable, gpus_here
@@ -291,7 +291,7 @@ def estimate_for_gpu(
         conditions=() if refusal else (*use_notes(source, workload, table), *chooser.conditions(settled)),
         verdict=_verdict_of_one(source, gpu, settled, estimate, engines, reason),
         cache_sizes=kept_of(source.spec, settled),
-        notes=() if profile is None else tuple(filter(None, (routing_caveat(profile), graphs_caveat(profile)))),
+        notes=() if profile is None else caveats(profile),
     )
 
 

@@ -21,7 +21,7 @@ from fingerprint.estimators.adapter_slots import loads_stop_steps, variant_cost,
 from fingerprint.gpu_spec import GpuSpec
 from fingerprint.measurements import Profile
 from fingerprint.model_spec import ModelSpec
-from fingerprint.profile_checks import graphs_caveat
+from fingerprint.profile_checks import caveats
 from fingerprint.service_model import ServiceModel, service_between
 from iserve.planning.engine_choice import by_preference
 from iserve.planning.estimator_factory import check_taken_on, estimator_for, step_tokens_of
@@ -169,7 +169,7 @@ def measured_model(name: str, profile: Profile, gpu: GpuSpec, options: PlanOptio
         engines=tuple(capabilities_for(profile.engine)),
         options=options,
         step_tokens=step_tokens_of(profile),
-        caveats=() if (caveat := graphs_caveat(profile)) is None else (caveat,),
+        caveats=caveats(profile),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from fingerprint.codec import to_json
 from fingerprint.gpus import parse_gpus
+from fingerprint.profile_checks import routing_caveat
 from iserve.cli import main
 from iserve.planning.offline import plan_for_gpus
 from iserve.planning.pipeline import PlanOptions
@@ -419,7 +420,7 @@ def test_measured_times(
 def test_a_profile_with_the_graphs_of_former_deployments_says_so(
     simulate: Callable[..., Done], trace: Path, tmp_path: Path, golden: Golden
 ) -> None:
-    """A mixture's was taken with graphs of up to 512 tokens; one of today's says nothing."""
+    """A mixture's was taken with graphs of up to 512 tokens; one of today's says how experts were drawn alone."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     taken, notes = take_depth_tied(MixtureMachine()), []
     profile = tmp_path / "profile.json"
@@ -427,8 +428,8 @@ def test_a_profile_with_the_graphs_of_former_deployments_says_so(
     for tokens in (4096, 512):
         profile.write_bytes(to_json(replace(taken, graph_tokens=tokens)))
         notes.append(simulate(*given, "--json").document["notes"])
-    assert notes[0] == []
-    (caveat,) = notes[1]
+    assert notes[0] == [f"chat: {routing_caveat(taken)}"]
+    (caveat,) = notes[1][1:]
     golden("cli", caveat)
     assert caveat in " ".join(simulate(*given).out.split())
 
