@@ -32,7 +32,8 @@ def scaled_context(fields: Fields, context: int) -> int:
         return context
     factor: object = None
     for rope in _each(fields):
-        if rope.get("rope_type", rope.get("type")) not in _SCALED_ALREADY:
+        kind = rope.get("rope_type", rope.get("type"))
+        if not isinstance(kind, str) or kind not in _SCALED_ALREADY:
             factor = rope.get("factor", factor)
     if factor is None:
         return context

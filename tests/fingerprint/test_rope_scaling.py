@@ -97,6 +97,12 @@ def test_a_factor_out_of_bounds_is_one_line(factor: object) -> None:
         read_spec(small("llama", rope_scaling={"type": "linear", "factor": factor}))
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 4, True])
+def test_a_type_that_is_no_name_is_one_that_vllm_does_not_know(kind: object) -> None:
+    scaling = {"rope_type": kind, "factor": 2.0}
+    assert read_spec(small("llama", rope_scaling=scaling)).max_context_tokens == 8192
+
+
 @pytest.mark.parametrize("scaling", ["linear", [], 4.0, {"full_attention": None}])
 def test_a_scaling_that_is_no_table_scales_nothing(scaling: object) -> None:
     assert read_spec(small("llama", rope_scaling=scaling)).max_context_tokens == 4096
