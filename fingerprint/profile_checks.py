@@ -13,7 +13,15 @@ from fingerprint.engines import largest_graph
 from fingerprint.errors import EngineError
 from fingerprint.measurements import ExpertCount, Profile, RankMemory, RunReading, StepReading, TimingPoint
 
-__all__ = ["caveats", "check_ranks", "check_runs", "contradiction", "graphs_caveat", "routing_caveat"]
+__all__ = [
+    "caveats",
+    "check_ranks",
+    "check_runs",
+    "contradiction",
+    "deployed_graph_tokens",
+    "graphs_caveat",
+    "routing_caveat",
+]
 
 
 def check_runs(runs: Sequence[RunReading], *, batch: int, input_tokens: int) -> None:
@@ -124,10 +132,14 @@ def routing_caveat(profile: Profile) -> str | None:
     return f"the profile does not say how tokens fell on experts; {off}"
 
 
+def deployed_graph_tokens(profile: Profile) -> int:
+    """Return the tokens of the largest CUDA graph that a deployment of the profiled model has."""
+    return largest_graph(profile.engine, is_mixture=profile.spec.is_mixture)
+
+
 def graphs_caveat(profile: Profile) -> str | None:
     """Return that a deployment has other CUDA graphs than the measured engine; None where it has the same."""
-    measured = profile.graph_tokens
-    deployed = largest_graph(profile.engine, is_mixture=profile.spec.is_mixture)
+    measured, deployed = profile.graph_tokens, deployed_graph_tokens(profile)
     if measured == deployed:
         return None
     least, most = sorted((measured, deployed))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from daemon.engines.base import Engine
 from daemon.status import NodeStatus
 from fingerprint.codec import to_json
-from fingerprint.engines import largest_graph, traits_of
+from fingerprint.engines import traits_of
 from fingerprint.gpus import match_device
 from fingerprint.measurements import Profile
+from fingerprint.profile_checks import deployed_graph_tokens
 from iserve.api_documents import NodeDocument
 
 __all__ = [
@@ -81,11 +82,7 @@ def covers(profile: Profile, batch: int) -> bool:
 
 def has_todays_graphs(profile: Profile) -> bool:
     """Return whether the engine was launched with the CUDA graphs that a deployment of the model has."""
-    return profile.graph_tokens == _todays_graph(profile)
-
-
-def _todays_graph(profile: Profile) -> int:
-    return largest_graph(profile.engine, is_mixture=profile.spec.is_mixture)
+    return profile.graph_tokens == deployed_graph_tokens(profile)
 
 
 def _started_for(profile: Profile) -> int:
@@ -123,7 +120,9 @@ def differences(profile: Profile, node: NodeStatus | NodeDocument, versions: Ver
     if names != [was]:
         found.append(f"{was} (now {' and '.join(names) or 'no device'})")
     if not has_todays_graphs(profile):
-        found.append(f"CUDA graphs of up to {profile.graph_tokens:,} tokens (now {_todays_graph(profile):,})")
+        found.append(
+            f"CUDA graphs of up to {profile.graph_tokens:,} tokens (now {deployed_graph_tokens(profile):,})"
+        )
     if then.num_devices != len(node.devices):
         found.append(f"{then.num_devices} devices (now {len(node.devices)})")
     return found

@@ -13,6 +13,7 @@ from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
 from fingerprint.engines import largest_graph
 from fingerprint.errors import NotFoundError
+from fingerprint.profile_checks import deployed_graph_tokens
 from fingerprint.verification import SingleRequest, Verification
 from iserve.api_documents import ProgressDocument
 from iserve.api_types import VerifyBody
@@ -114,9 +115,7 @@ class Verifier:
 
     def _has_graphs_of_today(self, row: VerificationRow) -> bool:
         profile = self._store.profile(row.shape_hash, row.engine, row.machine_key)
-        if profile is None:
-            return True
-        return row.verification.graph_tokens == largest_graph(row.engine, is_mixture=profile.spec.is_mixture)
+        return profile is None or row.verification.graph_tokens == deployed_graph_tokens(profile)
 
     def forget(self, model: str) -> None:
         """Correct nothing by the checks of ``model`` any more, nor the models of its shape.
