@@ -199,6 +199,12 @@ def _graphs_in_one_run() -> str:
     return table([from_json(file.read_bytes(), GraphSizes, what=file.name) for file in files])
 
 
+def _skewed_draw() -> str:
+    from tests.bench.accuracy_routing import table
+
+    return table()
+
+
 def _by_size() -> str:
     from tests.bench.accuracy_families import size_table
 
@@ -392,6 +398,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "other methods on 0.33": lambda: _other_methods(by_model=False),
     "other methods on 0.33, by model": lambda: _other_methods(by_model=True),
     "accuracy by prompt tokens": _by_size,
+    "a skewed draw of experts": _skewed_draw,
     "graphs of mixtures": _graphs_of_mixtures,
     "graphs of mixtures in one run": _graphs_in_one_run,
     "served on vLLM 0.33": _served,

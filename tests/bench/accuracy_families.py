@@ -87,16 +87,20 @@ def family_of(recorded: Recorded) -> str:
 
 
 def family_rows(folders: Iterable[str] = FOLDERS) -> list[FamilyRow]:
-    """A row for each family of a folder, one release on one kind of GPU, then one for all of it."""
+    """A row for each family of a folder, one release on one kind of GPU, then one for all of it.
+
+    What was recorded with expert parallelism has a row of its own.
+    """
     return [row for folder in folders for row in _rows_of(folder)]
 
 
 @cache
 def _rows_of(folder: str) -> tuple[FamilyRow, ...]:
     predicted, found = predicted_rows(folder), []
-    families = dict.fromkeys(family_of(one) for one, _ in predicted)
-    groups = [(family, [p for p in predicted if family_of(p[0]) == family]) for family in families]
-    for family, group in (*groups, ("all", predicted)):
+    groups: dict[tuple[str, bool], list[tuple[Recorded, tuple[Row, ...]]]] = {}
+    for pair in predicted:
+        groups.setdefault((family_of(pair[0]), pair[0].expert_parallel), []).append(pair)
+    for family, group in (*((family, group) for (family, _), group in groups.items()), ("all", predicted)):
         row = _row(family, [one for one, _ in group], [row for _, rows in group for row in rows])
         found.append(replace(row, has_earlier_graphs=folder == EARLIER_GRAPHS))
         assert " and " not in found[-1].gpu, f"{folder}: a folder is of one kind of GPU, not {found[-1].gpu}"

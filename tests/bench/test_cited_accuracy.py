@@ -155,7 +155,7 @@ def test_readme_cites_all_of_033_and_what_was_recorded_after_the_last_rule() -> 
     assert _numbers(README, "All of 0.33, ", "points") == [str(len(everything) // 2)]
     assert _numbers(README, "corrected by other families: ", "Of its") == _rounded(_figures(everything), 0)
     assert _numbers(README, "Of its ", " rows") == [str(len(predicted))]
-    assert len(later) == 10
+    assert len(later) == 11
     assert _numbers(README, "decisions 57 to 59: ", "(") == _rounded(_figures(held_out), 0)
     tpot, ttft, *others = _rounded(_figures(held_out), 1)
     short_ms = f"{1e3 * held_out_row().short_ttft_s:.1f}"
@@ -218,7 +218,7 @@ def test_what_to_trust_is_what_the_rows_say() -> None:
         return [100 * abs(row.error) for row in these]
 
     assert max(row.weights for row in rows) < 0.002
-    assert max(row.blocks for row in rows) < 0.003
+    assert max(row.blocks for row in rows) < 0.005
     assert _numbers(ACCURACY, "Weights ", ", in every") == [
         f"{100 * max(getattr(row, part) for row in rows):.1f}" for part in ("weights", "blocks", "non_kv")
     ]

@@ -20,17 +20,20 @@ from tests.bench.accuracy_record import accuracy_records
 MODEL = "Qwen3-30B-A3B"
 
 
+def _kept() -> list[Recorded]:
+    found = load(RESULTS / "degrees-h200-vllm-0.33")
+    return [one for one in found if (one.model, one.tp, one.pp) == (MODEL, 2, 1)]
+
+
 @cache
 def without() -> Recorded:
-    (found,) = (
-        one for one in load(RESULTS / "degrees-h200-vllm-0.33") if (one.model, one.tp, one.pp) == (MODEL, 2, 1)
-    )
+    (found,) = (one for one in _kept() if not one.expert_parallel)
     return found
 
 
 @cache
 def with_it() -> Recorded:
-    """Return the same numbers as if they had been recorded with it; there is no such recording yet."""
+    """Return the same numbers as if they had been recorded with it."""
     plain = without()
     profile = replace(
         plain.profile,
@@ -50,7 +53,7 @@ def test_a_recording_of_before_is_without_it() -> None:
 def test_files_have_names_of_their_own() -> None:
     names = [kept_name(MODEL, WeightFormat.BITS16, 2, 1, one) for one in (False, True)]
     assert names == [f"{MODEL}-16bit-tp2-pp1.json.xz", f"{MODEL}-16bit-tp2-pp1-ep.json.xz"]
-    assert (RESULTS / "degrees-h200-vllm-0.33" / names[0]).exists()
+    assert all((RESULTS / "degrees-h200-vllm-0.33" / name).exists() for name in names)
 
 
 def test_it_is_predicted_from_its_own_points() -> None:
@@ -89,6 +92,21 @@ def test_aiconfigurator_is_compared_with_divided_matrices_alone() -> None:
         row.method for row in by_other_methods([with_it()])
     }
     assert methods == {"AIConfigurator 0.12.0"}
+
+
+def test_the_kept_one_drew_its_experts_uniformly_on_both_gpus() -> None:
+    """A GPU has half of the experts, so that a step waits for the busier one: uniform draws leave it within 2%."""
+    (kept,) = (one for one in _kept() if one.expert_parallel)
+    counts = [rank.expert_count for rank in kept.whole_memory]
+    assert {rank.expert_routing for rank in kept.whole_memory} == {"uniform"}
+    assert all(count is not None and count.experts == 128 and count.busiest < 1.15 for count in counts)
+    assert kept.profile.graph_tokens == 4096
+
+
+def test_the_kept_one_has_a_row_of_its_own() -> None:
+    rows = accuracy_families.family_rows(["degrees-h200-vllm-0.33"])
+    names = [row.models for row in rows if row.family == "qwen3_moe"]
+    assert sorted(names) == [(f"{MODEL} TP 2",), (f"{MODEL} TP 2 expert parallel",)]
 
 
 def test_a_report_s_record_names_it() -> None:
