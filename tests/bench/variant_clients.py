@@ -23,6 +23,7 @@ class Asked:
     model: str
     prompt: tuple[int, ...]
     tokens: int
+    ends: bool = False  # at the end that the model says, not after ``tokens`` alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,7 @@ async def _answer(
         "prompt": asked.prompt,
         "max_tokens": asked.tokens,
         "temperature": 0.0,
-        "ignore_eos": True,
+        "ignore_eos": not asked.ends,
         "stream": True,
     }
     sent = time.monotonic()

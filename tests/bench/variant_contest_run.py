@@ -70,23 +70,26 @@ KV_GIB = 10
 NAME = "model"
 FILE = "variant_contest.json.gz"
 START_S, ADD_S = 420.0, 240.0
+FIRST_PORT = 18_300  # of three: the gateway's, the controller's, that of vLLM by itself
 
 
 class Home:
     """An installation of iServe for one GPU, in a folder of its own."""
 
-    def __init__(self, folder: Path, python: str, gpu: int, command: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, python: str, gpu: int, command: Sequence[str], port: int = FIRST_PORT
+    ) -> None:
         self._command = list(command)
         self.folder = folder
         self._env = os.environ | {
             "ISERVE_HOME": str(folder),
-            "ISERVE_PORT": "18300",
-            "ISERVE_API_PORT": "18301",
+            "ISERVE_PORT": str(port),
+            "ISERVE_API_PORT": str(port + 1),
             "ISERVE_VLLM_PYTHON": python,
             "CUDA_VISIBLE_DEVICES": str(gpu),
             "HF_HUB_OFFLINE": "1",
         }
-        self.gateway, self.api = "http://127.0.0.1:18300", "http://127.0.0.1:18301"
+        self.gateway, self.api = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         log = (self.folder.parent / f"iserve-{words[0]}.log").open("w")
@@ -163,7 +166,7 @@ def play(
         stack.callback(home.down)
 
         def start_direct() -> Direct:
-            direct = Direct(python, gpu, FOLDER / "direct.log")
+            direct = Direct(python, gpu, FOLDER / "direct.log", direct_words(), adapters_of(MOST))
             stack.callback(direct.end)
             return direct
 
@@ -171,26 +174,40 @@ def play(
         asyncio.run(play_.run())
 
 
+def adapters_of(count: int) -> list[str]:
+    """Return NAME=FOLDER of the first adapters."""
+    return [f"{name}={content_of(number)}" for number, name in enumerate(adapter_names(count))]
+
+
+def direct_words() -> tuple[str, ...]:
+    return (
+        *("serve", str(FOLDER / NAME), "--served-model-name", NAME),
+        *("--enable-lora", "--max-loras", str(SLOTS), "--max-lora-rank", str(RANK)),
+        *("--max-cpu-loras", str(MOST), "--max-num-seqs", str(BATCH), "--max-model-len", str(CONTEXT)),
+        *("--kv-cache-memory-bytes", str(KV_GIB * 2**30), "--gpu-memory-utilization", "0.4"),
+    )
+
+
 class Direct(Worker):
     """``vllm serve`` as a person starts it, every adapter named at its start."""
 
-    port = 18_302
-
-    def __init__(self, python: str, gpu: int, log: Path) -> None:
-        self.deployment, self.log = "vllm serve", log
-        modules = [f"{name}={content_of(number)}" for number, name in enumerate(adapter_names(MOST))]
-        self.words = (
-            *("serve", str(FOLDER / NAME), "--served-model-name", NAME),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--enable-lora", "--max-loras", str(SLOTS), "--max-lora-rank", str(RANK)),
-            *("--max-cpu-loras", str(MOST), "--max-num-seqs", str(BATCH), "--max-model-len", str(CONTEXT)),
-            *("--kv-cache-memory-bytes", str(KV_GIB * 2**30), "--gpu-memory-utilization", "0.4"),
-        )
+    def __init__(
+        self,
+        python: str,
+        gpu: int,
+        log: Path,
+        words: Sequence[str],
+        adapters: Sequence[str],
+        port: int = FIRST_PORT + 2,
+    ) -> None:
+        self.deployment, self.log, self.port = "vllm serve", log, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.words = (*words, "--host", "127.0.0.1", "--port", str(port))
         env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
         self.begun, self.ready_s = time.monotonic(), None
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [python, "-m", "vllm.entrypoints.cli.main", *self.words, "--lora-modules", *modules],
+                [python, "-m", "vllm.entrypoints.cli.main", *self.words, "--lora-modules", *adapters],
                 env=env,
                 stdout=stream,
                 stderr=stream,
@@ -214,7 +231,7 @@ class _Play:
     ) -> None:
         self._found, self._home, self._start_direct, self._file = found, home, start_direct, file
         self._config, self._cold, self._rounds, self._begun_s = config, cold, rounds, begun_s
-        self._urls = {DIRECT: f"http://127.0.0.1:{Direct.port}"} if rounds else {}
+        self._urls = {DIRECT: f"http://127.0.0.1:{FIRST_PORT + 2}"} if rounds else {}
         self._urls[OURS] = home.gateway
 
     def keep(self, **parts: Any) -> None:
