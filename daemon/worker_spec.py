@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from daemon.engine_options import NO_OPTIONS, EngineOptions
 from fingerprint.config import DeploymentConfig
+from fingerprint.engines import GRAPH_TOKENS
 from fingerprint.errors import ConfigError
 from fingerprint.measurements import LayerCache
 
@@ -43,6 +44,8 @@ class WorkerLimits:
     """Tokens that the KV cache holds, over all requests."""
     memory_bytes_per_device: int
     """Memory promised on each device of the stage that takes most."""
+    graph_tokens: int = GRAPH_TOKENS
+    """Tokens of the largest CUDA graph, where the engine has such; what all had before it was kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

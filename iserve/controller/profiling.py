@@ -25,6 +25,7 @@ from daemon.status import NodeStatus
 from daemon.unlisted_gpus import measure_if_unlisted
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
+from fingerprint.engines import largest_graph
 from fingerprint.errors import (
     ConflictError,
     EngineError,
@@ -381,6 +382,7 @@ class Profiler:
                 max_context_tokens=source.spec.max_context_tokens,
                 kv_tokens=source.spec.max_context_tokens,
                 memory_bytes_per_device=0,  # set at each launch
+                graph_tokens=largest_graph(engine.name, is_mixture=source.spec.is_mixture),
             ),
             engine=engine.name,
             engine_version=release_to_start(engine),

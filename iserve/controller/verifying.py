@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from daemon.client import DaemonClient
 from daemon.engines.registry import get_engine
 from daemon.status import NodeStatus
-from fingerprint.engines import largest_graph
 from fingerprint.errors import NotFoundError
 from fingerprint.profile_checks import deployed_graph_tokens
 from fingerprint.verification import SingleRequest, Verification
@@ -170,7 +169,7 @@ class Verifier:
             tpot_s=times.tpot_s,
             memory_bytes_per_gpu=held_bytes,
             kv_tokens=kv_room_tokens(stats, running.source.spec),
-            graph_tokens=largest_graph(running.engine.name, is_mixture=running.source.spec.is_mixture),
+            graph_tokens=running.spec.limits.graph_tokens,
             single_request=None
             if alone is None
             else SingleRequest(workload=alone.workload, ttft_s=alone.ttft_s, tpot_s=alone.tpot_s),

@@ -11,6 +11,7 @@ from daemon.engine_options import NO_OPTIONS, EngineOptions
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.config import DeploymentConfig, Workload
 from fingerprint.engine_caches import engine_caches
+from fingerprint.engines import largest_graph
 from fingerprint.errors import InfeasibleError
 from fingerprint.measurements import Profile
 from iserve.model_source import ModelSource
@@ -154,6 +155,7 @@ def worker_spec(
             max_context_tokens=sizes.max_context_tokens,
             kv_tokens=kv_tokens or sizes.kv_tokens,
             memory_bytes_per_device=max(promised_bytes(stage, free_bytes) for stage in placement.stages),
+            graph_tokens=largest_graph(config.engine, is_mixture=source.spec.is_mixture),
         ),
     )
 

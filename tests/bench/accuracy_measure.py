@@ -43,6 +43,7 @@ from fingerprint.config import DeploymentConfig, KvFormat, WeightFormat
 from fingerprint.depth_tied_cuts import repeats_the_mix
 from fingerprint.depth_tied_plan import ONCE_TOKENS, DepthTiedPlan, Point
 from fingerprint.depth_tied_profile import depth_tied_profile
+from fingerprint.engines import largest_graph
 from fingerprint.errors import IserveError, NotMeasuredError, TooLittleTimeError
 from fingerprint.families import read_config, read_spec
 from fingerprint.gpus import match_device
@@ -182,6 +183,7 @@ class _Bench:
                 max_context_tokens=min(MAX_CONTEXT, spec.max_context_tokens),
                 kv_tokens=1,
                 memory_bytes_per_device=self.budget_bytes,
+                graph_tokens=largest_graph("vllm", is_mixture=spec.is_mixture),
             ),
             engine="vllm",
             start_timeout_s=180,

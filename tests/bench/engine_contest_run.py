@@ -41,6 +41,8 @@ from daemon.engines.vllm import launch
 from daemon.engines.vllm.variant_plug_in import PLUG_IN_PATH
 from daemon.worker_spec import StageAssignment, WorkerLimits, WorkerSpec
 from fingerprint.codec import from_json, to_json
+from fingerprint.engines import largest_graph
+from fingerprint.families import load_spec
 from iserve.replay.endpoint import resolve_endpoint
 from iserve.replay.prompts import PromptOptions
 from iserve.replay.runner import Replay, ReplayOptions
@@ -197,6 +199,7 @@ class Worker:
                 max_context_tokens=limits.max_context_tokens,
                 kv_tokens=limits.kv_tokens or limits.max_batch * limits.max_context_tokens,
                 memory_bytes_per_device=replica.bytes_per_gpu,
+                graph_tokens=largest_graph("vllm", is_mixture=load_spec(checkpoint).is_mixture),
             ),
             port=self.port,
             dummy_weights=True,

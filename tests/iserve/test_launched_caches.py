@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,3 +91,14 @@ def kept_by_config(folder: Path, profile: Profile) -> tuple[int, int]:
     assert worker.layer_caches == ()  # so that the worker of a profile without differences stays as it was
     kept = found.document.capacity.cache_sizes
     return kept.kv_bytes_per_token, kept.state_bytes_per_request
+
+
+@pytest.mark.slow
+def test_a_launch_keeps_the_largest_graph_of_its_mixture(tmp_path: Path) -> None:
+    """What a later release of iServe launches does not change what a check of this worker measured."""
+    profile = profile_of(STATES)
+    _, worker = planned(tmp_path, profile)
+    assert worker.limits.graph_tokens == 4096
+    before = json.loads(to_json(worker))
+    del before["limits"]["graph_tokens"]
+    assert from_json(json.dumps(before), WorkerSpec, what="the worker").limits.graph_tokens == 512

@@ -10,7 +10,7 @@ from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import CacheRoom, block_tokens, cache_blocks, cache_bytes
 from fingerprint.config_json import read_config
-from fingerprint.engines import GRAPH_TOKENS, graph_sizes, largest_graph
+from fingerprint.engines import GRAPH_TOKENS, graph_sizes
 from fingerprint.families import load_spec
 from fingerprint.families.unsupported import is_multimodal
 from fingerprint.model_spec import ModelSpec
@@ -53,17 +53,16 @@ def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         order,
         kv_blocks=kv_blocks(worker, model),
         kv_block_tokens=block_tokens(model),
-        graphs=json.dumps(graph_settings(model, worker.limits)),
+        graphs=json.dumps(graph_settings(worker.limits)),
         text_only=is_multimodal(read_config(Path(order.checkpoint))),
     )
 
 
-def graph_settings(model: ModelSpec, limits: WorkerLimits) -> dict[str, object]:
+def graph_settings(limits: WorkerLimits) -> dict[str, object]:
     """Return ``--compilation-config``'s part on CUDA graphs: the largest of vLLM's own, or the tokens of each."""
-    largest = largest_graph("vllm", is_mixture=model.is_mixture)
-    if largest == GRAPH_TOKENS:
-        return {"max_cudagraph_capture_size": largest}
-    return {"cudagraph_capture_sizes": graph_sizes(min(largest, step_tokens(limits)))}
+    if limits.graph_tokens == GRAPH_TOKENS:
+        return {"max_cudagraph_capture_size": GRAPH_TOKENS}
+    return {"cudagraph_capture_sizes": graph_sizes(min(limits.graph_tokens, step_tokens(limits)))}
 
 
 def _room(limits: WorkerLimits) -> CacheRoom:

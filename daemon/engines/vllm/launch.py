@@ -200,7 +200,7 @@ def arguments(
     }
     if config.weights is WeightFormat.FP8 and not model.quantized_by:
         options["--quantization"] = "fp8"
-    compilation = graph_settings(model.spec, limits)
+    compilation = graph_settings(limits)
     if config.tp > 1:
         compilation["pass_config"] = {"fuse_allreduce_rms": False}
     options["--compilation-config"] = json.dumps(compilation)
