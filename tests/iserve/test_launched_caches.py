@@ -95,7 +95,7 @@ def kept_by_config(folder: Path, profile: Profile) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_launch_keeps_the_largest_graph_of_its_mixture(tmp_path: Path) -> None:
-    """What a later release of iServe launches does not change what a check of this worker measured."""
+    """A check of this worker is of these graphs, whatever a later release of iServe launches."""
     profile = profile_of(STATES)
     _, worker = planned(tmp_path, profile)
     assert worker.limits.graph_tokens == 4096
