@@ -80,7 +80,7 @@ class Home:
         self, folder: Path, python: str, gpu: int, command: Sequence[str], port: int = FIRST_PORT
     ) -> None:
         self._command = list(command)
-        self.folder = folder
+        self.folder, self.port = folder, port
         self._env = os.environ | {
             "ISERVE_HOME": str(folder),
             "ISERVE_PORT": str(port),
@@ -143,7 +143,7 @@ def cold_names(count: int) -> list[str]:
 
 
 def play(
-    config: Path, out: Path, python: str, gpu: int, command: Sequence[str], *, cold: int, rounds: int
+    config: Path, out: Path, python: str, gpu: int, command: Sequence[str], port: int, *, cold: int, rounds: int
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
     text = config.read_text()
@@ -160,13 +160,13 @@ def play(
         versions=f"vllm {_version(python)}, driver {_nvidia('driver_version')[0]}",
     )
     with ExitStack() as stack:
-        home = Home(FOLDER / "home", python, gpu, command)
+        home = Home(FOLDER / "home", python, gpu, command, port)
         begun = time.monotonic()
         home.run("up")
         stack.callback(home.down)
 
         def start_direct() -> Direct:
-            direct = Direct(python, gpu, FOLDER / "direct.log", direct_words(), adapters_of(MOST))
+            direct = Direct(python, gpu, FOLDER / "direct.log", direct_words(), adapters_of(MOST), port + 2)
             stack.callback(direct.end)
             return direct
 
@@ -198,7 +198,7 @@ class Direct(Worker):
         log: Path,
         words: Sequence[str],
         adapters: Sequence[str],
-        port: int = FIRST_PORT + 2,
+        port: int,
     ) -> None:
         self.deployment, self.log, self.port = "vllm serve", log, port
         self.url = f"http://127.0.0.1:{port}"
@@ -231,7 +231,7 @@ class _Play:
     ) -> None:
         self._found, self._home, self._start_direct, self._file = found, home, start_direct, file
         self._config, self._cold, self._rounds, self._begun_s = config, cold, rounds, begun_s
-        self._urls = {DIRECT: f"http://127.0.0.1:{FIRST_PORT + 2}"} if rounds else {}
+        self._urls = {DIRECT: f"http://127.0.0.1:{home.port + 2}"} if rounds else {}
         self._urls[OURS] = home.gateway
 
     def keep(self, **parts: Any) -> None:
@@ -404,6 +404,7 @@ def main() -> None:
     one.add_argument("--python", default=sys.executable)
     one.add_argument("--gpu", type=int, default=0)
     one.add_argument("--iserve", default="iserve", help="command of iServe")
+    one.add_argument("--port", type=int, default=FIRST_PORT, help="the first of three")
     one.add_argument("--cold", type=int, default=COLD, help="further adapters")
     one.add_argument("--rounds", type=int, default=ROUNDS, help="of the arms; 0: iServe alone, and no arms")
     one = orders.add_parser("table")
@@ -417,6 +418,7 @@ def main() -> None:
             options.python,
             options.gpu,
             command,
+            options.port,
             cold=options.cold,
             rounds=options.rounds,
         )
