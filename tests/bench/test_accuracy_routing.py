@@ -8,6 +8,7 @@ from statistics import median
 
 import pytest
 
+from fingerprint.profile_checks import routing_caveat
 from tests.bench.accuracy_routing import Pair, busiest, pairs, recorded
 from tests.bench.test_cited_accuracy import _numbers
 
@@ -28,6 +29,15 @@ def test_one_draw_is_skewed_and_one_is_not() -> None:
     assert _numbers(SECTION, "expert gets ", "of the uniform") == [
         f"{busiest(one):.2f}" for one in (skewed, uniform)
     ]
+
+
+@pytest.mark.slow
+def test_a_plan_s_note_has_the_measured_figures() -> None:
+    skewed, uniform = recorded()
+    note = routing_caveat(uniform.profile) or ""
+    shorter = 1 - median(pair.ratio for pair in _decode() if pair.skewed.batch >= 8)
+    assert _numbers(note, "decode steps ", "shorter") == [f"{100 * shorter:.0f}"]
+    assert _numbers(note, "the busiest at ", "times") == [f"{busiest(skewed):.2f}"]
 
 
 @pytest.mark.slow
