@@ -178,3 +178,29 @@ def busy_pair() -> Hardware:
     found = planned(hardware, options)
     state = state_of(found, options, rate=rate, steady_s=600.0, name="busy")
     return after(hardware, workers_of(found, options), state)
+
+
+def fits_what_is_promised(name: str, hardware: Hardware, options: PlanOptions) -> int:
+    """Hold each worker's launch against its promise, and all promises against what is free; return the number."""
+    found, spec = planned(hardware, options, name), spec_of(name)
+    if found.best is None:
+        return 0
+    assert found.capacity is not None
+    free = {gpu.device_id: gpu.free_bytes for gpu in hardware.snapshot.gpus}
+    promised: Counter[str] = Counter()
+    workers = workers_of(found, options, name)
+    for worker in workers:
+        flags = flags_of(worker, hardware, spec)
+        memory = estimator_on(name, hardware.gpu).estimate(worker.config, found.capacity.workload).memory
+        layers = tuple(stage.num_layers for stage in worker.stages)
+        rest = max(stage.total_bytes - stage.kv_bytes for stage in memory.stages(layers))
+        kv_bytes = int(flags["kv-cache-memory-bytes"])
+        limit = worker.limits.memory_bytes_per_device
+        what = f"{worker.config}: {rest:,} and {kv_bytes:,} bytes of KV cache, promised {limit:,}"
+        assert rest + kv_bytes <= limit, f"{what}, {rest + kv_bytes - limit:,} too many"
+        for device, size in worker.promised_bytes().items():
+            promised[device] += size
+        assert int(flags["max-num-seqs"]) == found.capacity.workload.batch >= options.workload.batch
+        assert int(flags["max-model-len"]) >= options.workload.context_tokens
+    assert all(size <= free[device] for device, size in promised.items()), "promised twice"
+    return len(workers)
