@@ -120,7 +120,12 @@ class Installation:
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.record('gateway').url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S
+            base_url=f"{self.record('gateway').url}/v1",
+            api_key=key,
+            max_retries=0,
+            timeout=PATIENCE_S,
+            # Without TLS, for which each client would read the certificates of all authorities.
+            http_client=openai.DefaultHttpxClient(verify=False),
         )
 
     def processes(self) -> dict[int, str]:

@@ -67,6 +67,7 @@ def serving(plain: Installation) -> Installation:
     serve_merged(home, folder)
     home.run("down")
     (folder / "node" / "nvml" / "sitecustomize.py").unlink()
+    home.as_installed = False  # nothing is left that a fork would not read
     home.json("deploy", "--name", NAME, "--engine", "vllm", *SLOTS, "--delta-format", "int2", *WORK)
     for seed, name in enumerate(MANY):
         delta = write_tiny_delta(
