@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from daemon.torch_engine.trimmed_imports import trimmed_imports
+from fingerprint.checkpoint import Checkpoint
 from fingerprint.delta import FORMATS, AdapterOrigin, export_delta, is_delta, open_delta, read_delta
 from fingerprint.errors import CheckpointError, NotFoundError
 from fingerprint.extras import need_extra
+from fingerprint.safetensors_header import INDEX_FILE
 from iserve.delta_loss import (
     JudgementDocument,
     TextsOfBoth,
@@ -302,6 +304,8 @@ def _folder(target: str) -> Path:
 
 def _with_weights(source: Source) -> Source:
     if not source.has_weights:
+        if (source.directory / INDEX_FILE).is_file():
+            Checkpoint.open(source.directory)  # names the file that is not there
         raise CheckpointError(
             f"{source.directory} has a config and no safetensors; give the whole checkpoint, not as pickle"
         )
