@@ -58,9 +58,10 @@ def new_directory(target: Path, *, needed_bytes: int, durable: bool = False) -> 
         remove_abandoned(target.parent, target.name)
         free_bytes = shutil.disk_usage(target.parent).free
         if free_bytes < needed_bytes:
+            unit, name = (2**30, "GiB") if needed_bytes >= 2**30 else (2**20, "MiB")
             raise CheckpointError(
-                f"cannot write {target}: it needs {needed_bytes / 2**30:.2f} GiB, its disk has "
-                f"{free_bytes / 2**30:.2f} GiB free; free some or choose another place"
+                f"cannot write {target}: it needs {needed_bytes / unit:.2f} {name}, its disk has "
+                f"{free_bytes / unit:.2f} {name} free; free some or choose another place"
             )
         part.mkdir()
         with _locked(part):

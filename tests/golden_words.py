@@ -43,7 +43,7 @@ _VARYING = {
     r"(?<=/iserve-pg-)\w{8}\b": "POSTGRES",
     r"\b0x[0-9a-f]{6,}\b": "ADDRESS",
     r"\bTMP/(home|models|variants)\d+\b": r"TMP/\1N",  # numbered by the tests that ran before in this process
-    r"(?<=its disk has )[\d.]+(?= GiB free)|\b[\d.]+(?= MiB are free in )": "N",
+    r"(?<=its disk has )[\d.]+(?= [GM]iB free)|\b[\d.]+(?= MiB are free in )": "N",
 }
 
 
