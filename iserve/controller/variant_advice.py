@@ -30,6 +30,7 @@ from planner.adapter_slots import VariantShares
 __all__ = ["VariantAdvisor"]
 
 _KEPT_S = 5.0  # a profile takes tens of milliseconds to read
+_FEWEST_REQUESTS = 30  # of a deployment: the shares of fewer are chance, and merging takes minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +143,8 @@ class VariantAdvisor:
         if demand is not None:
             demand = registered_only(demand, {row.name for row in self._store.variants.all()})
         if demand is None or not demand.requests_per_s or not demand.of_variants:
+            return None
+        if demand.requests < _FEWEST_REQUESTS:
             return None
         deployed = self._deployed(name)
         if deployed is None or deployed.profile is None or deployed.estimator is None:

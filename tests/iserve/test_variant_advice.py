@@ -116,6 +116,12 @@ def test_a_hot_variant_is_named_with_what_its_merge_saves(golden: Golden) -> Non
     assert advice.gpus_held_merged <= 0.9 * advice.gpus_held_on_slots
 
 
+def test_a_few_requests_make_no_advice() -> None:
+    """One request in two minutes is all of them, whatever follows."""
+    one, few, enough = (asked(80.0, number) for number in (1, 29, 30))
+    assert [advisor(demand, TRAFFIC).of(VARIANT) is None for demand in (one, few, enough)] == [True, True, False]
+
+
 def test_a_variant_that_was_removed_is_neither_named_nor_counted() -> None:
     """The gateway counts its requests of the last 120 s."""
     both = asked(160.0, 9600, 8000, 300, *[10] * 17, base=1130)
