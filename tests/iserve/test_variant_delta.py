@@ -126,7 +126,14 @@ def test_folders_that_do_not_fit(
 ) -> None:
     other = write_model(tmp_path / "other", tuned(tiny_tensors()), rms_norm_eps=1e-6)
     quantized = write_model(tmp_path / "quantized", tiny_tensors(), quantization_config={"quant_method": "fp8"})
+    shards = write_model(tmp_path / "shards", tuned(tiny_tensors()))
+    (shards / "model.safetensors").rename(shards / "model-00001-of-00002.safetensors")
+    files = dict.fromkeys(tiny_tensors(), "model-00001-of-00002.safetensors") | {
+        "x": "model-00002-of-00002.safetensors"
+    }
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     for what, words in {
+        "a missing shard": ("compress", pair[0], shards, tmp_path / "delta"),
         "another configuration": ("compress", pair[0], other, tmp_path / "delta"),
         "a quantized base": ("compress", quantized, pair[1], tmp_path / "delta"),
         "an adapter's folder": ("export", pair[0], pair[1], tmp_path / "model"),
