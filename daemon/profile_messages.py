@@ -23,6 +23,7 @@ class ProfileLoad:
     kv_tokens: int = 0  # room of the KV cache; 0: max_batch * max_context_tokens
     kv_blocks: int = 0  # that hold it, for an engine that is given blocks
     kv_block_tokens: int = 0  # of one block in an attention layer
+    kv_dtype: str = ""  # the engine's own name of ``kv``, for an engine that is given it
     graphs: str = ""  # JSON of settings of its CUDA graphs, for an engine that is given them
     text_only: bool = False  # leave out the towers of a model for images or sound
     adapter_slots: int = 0  # for variants, as ``DeploymentConfig`` has them

@@ -21,7 +21,7 @@ from daemon.engines.vllm.variant_plug_in import additional_config
 from daemon.profile_client import WorkerProfileTarget
 from daemon.worker_spec import WorkerSpec
 from fingerprint.codec import to_json
-from fingerprint.config import DeploymentConfig, SlotFormat
+from fingerprint.config import DeploymentConfig, KvFormat, SlotFormat
 from fingerprint.engines import graph_sizes
 from fingerprint.errors import EngineError
 from fingerprint.model_use import ModelUse
@@ -37,6 +37,14 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+FP8_AND_ITS_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+}
 LARGEST_GRAPH = {"max_cudagraph_capture_size": 512}
 MIXTURE = LLAMA_8B | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 MIXTURE |= {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -78,6 +86,7 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = replace(worker(tmp_path), options=EngineOptions(use=use))
+    spec = replace(spec, limits=replace(spec.limits, graph_tokens=4096 if config is MIXTURE else 512))
     order = in_blocks(spec, profile_load(spec))
     engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
     engine._fraction = lambda memory_bytes: 0.5
@@ -87,6 +96,21 @@ def test_a_profile_is_of_text_alone_and_runs_code_with_permission_only(
     assert arguments["num_gpu_blocks_override"] > 640 // arguments["block_size"]
     graphs = {"cudagraph_capture_sizes": [*graph_sizes(640)]} if config is MIXTURE else LARGEST_GRAPH
     assert arguments["compilation_config"] == graphs
+
+
+@pytest.mark.parametrize("quantization", [None, FP8_AND_ITS_CACHE], ids=["plain", "fp8"])
+@pytest.mark.parametrize(("kv", "dtype"), [("16bit", ""), ("fp8", "fp8"), ("int8", "int8_per_token_head")])
+def test_a_profile_has_the_cache_that_it_is_of(
+    hosted: Any, tmp_path: Path, quantization: dict[str, Any] | None, kv: str, dtype: str
+) -> None:
+    """Whatever cache the checkpoint asks for."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": quantization}))
+    spec = worker(tmp_path)
+    order = in_blocks(spec, replace(profile_load(spec), kv=KvFormat(kv)))
+    engine = hosted.VllmProfilingEngine(json.loads(to_json(spec)))
+    engine._fraction = lambda memory_bytes: 0.5
+    found = engine._arguments(json.loads(to_json(order)))["kv_cache_dtype"]
+    assert found == (dtype or ("auto" if quantization is None else "bfloat16"))
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

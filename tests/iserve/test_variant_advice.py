@@ -117,7 +117,7 @@ def test_a_hot_variant_is_named_with_what_its_merge_saves(golden: Golden) -> Non
 
 
 def test_a_few_requests_make_no_advice() -> None:
-    """No advice by the shares of a few requests, which are chance."""
+    """Advice by the shares of a few requests would be chance."""
     one, few, enough = (asked(80.0, number) for number in (1, 29, 30))
     assert [advisor(demand, TRAFFIC).of(VARIANT) is None for demand in (one, few, enough)] == [True, True, False]
 

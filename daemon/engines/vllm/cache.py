@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from daemon.profile_messages import ProfileLoad
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import CacheRoom, block_tokens, cache_blocks, cache_bytes
+from fingerprint.config import KvFormat
 from fingerprint.config_json import read_config
+from fingerprint.description.stored import quantization_of
 from fingerprint.engines import GRAPH_TOKENS, graph_sizes
 from fingerprint.families import load_spec
 from fingerprint.families.unsupported import is_multimodal
 from fingerprint.model_spec import ModelSpec
 
-__all__ = ["graph_settings", "in_blocks", "kv_blocks", "kv_cache_bytes", "step_tokens"]
+__all__ = [
+    "graph_settings",
+    "in_blocks",
+    "kv_blocks",
+    "kv_cache_bytes",
+    "kv_dtype",
+    "plain_kv_dtype",
+    "step_tokens",
+    "type_of",
+]
 
 
 def kv_cache_bytes(spec: WorkerSpec, model: ModelSpec) -> int:
@@ -48,14 +60,37 @@ def in_blocks(spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
             kv_tokens=max(order.kv_tokens or order.max_batch * order.max_context_tokens, order.max_context_tokens),
         ),
     )
-    model = load_spec(Path(order.checkpoint))
+    model, config = load_spec(Path(order.checkpoint)), read_config(Path(order.checkpoint))
     return replace(
         order,
         kv_blocks=kv_blocks(worker, model),
         kv_block_tokens=block_tokens(model),
+        kv_dtype=kv_dtype(order.kv, plain_kv_dtype(config)),
         graphs=json.dumps(graph_settings(worker.limits)),
-        text_only=is_multimodal(read_config(Path(order.checkpoint))),
+        text_only=is_multimodal(config),
     )
+
+
+def kv_dtype(kv: KvFormat, plain: str) -> str:
+    """Return ``--kv-cache-dtype``; ``plain``: that of 16 bits."""
+    return {KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}.get(kv, plain)
+
+
+def plain_kv_dtype(config: Mapping[str, object]) -> str:
+    """Return ``--kv-cache-dtype`` of 16 bits for the checkpoint of a config.json.
+
+    It is the model's own type by "auto", which is FP8 where the checkpoint asks for such a cache
+    (``resolve_kv_cache_dtype_string`` of vLLM 0.33.0): there the type is named.
+    """
+    quantization = quantization_of(config)
+    if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
+        return "auto"
+    return "float16" if type_of(config) == "float16" else "bfloat16"
+
+
+def type_of(config: Mapping[str, object]) -> str:
+    """Return the type of a checkpoint, under its name of transformers 5 or 4."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
 
 
 def graph_settings(limits: WorkerLimits) -> dict[str, object]:

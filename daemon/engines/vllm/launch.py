@@ -15,7 +15,14 @@ from pathlib import Path
 from daemon.devices import Device
 from daemon.engine_options import option_words
 from daemon.engines.base import Burst
-from daemon.engines.vllm.cache import graph_settings, kv_cache_bytes, step_tokens
+from daemon.engines.vllm.cache import (
+    graph_settings,
+    kv_cache_bytes,
+    kv_dtype,
+    plain_kv_dtype,
+    step_tokens,
+    type_of,
+)
 from daemon.engines.vllm.own_options import check_vllm_options, parser_words, use_words
 from daemon.engines.vllm.variant_plug_in import (
     PLUG_IN_NAME,
@@ -27,7 +34,7 @@ from daemon.engines.vllm.variant_plug_in import (
 from daemon.worker_spec import WorkerLimits, WorkerSpec
 from fingerprint.cache_blocks import block_tokens
 from fingerprint.checkpoint import INDEX_FILE, SINGLE_FILE
-from fingerprint.config import KvFormat, WeightFormat
+from fingerprint.config import WeightFormat
 from fingerprint.config_json import read_config
 from fingerprint.description.stored import quantization_of
 from fingerprint.engine_caches import with_caches
@@ -50,7 +57,6 @@ _SHORTEST_NGRAM, _LONGEST_NGRAM = 2, 4  # tokens at the end of a text that are l
 KEPT_PER_SLOT = 2  # deltas in the host's memory
 DRAIN_S = 30  # between SIGTERM and the end of what is being answered; the daemon kills after 35
 
-_KV_DTYPE = {KvFormat.BITS16: "auto", KvFormat.INT8: "int8_per_token_head", KvFormat.FP8: "fp8"}
 _QUANTIZED_BY = {
     WeightFormat.GPTQ4: frozenset({"gptq", "gptq_marlin"}),
     WeightFormat.INT4: frozenset({"awq", "awq_marlin", "compressed-tensors"}),
@@ -68,6 +74,7 @@ class Model:
     spec: ModelSpec
     quantized_by: str  # quant_method of its config.json; empty for 16-bit weights
     has_tokenizer: bool
+    plain_kv_dtype: str = "auto"  # ``--kv-cache-dtype`` of 16 bits
 
 
 def read_model(spec: WorkerSpec) -> Model:
@@ -82,7 +89,7 @@ def read_model(spec: WorkerSpec) -> Model:
     quantization = quantization_of(config)
     quantized_by = str(quantization.get("quant_method", ""))
     _check_stored_as(spec, quantized_by)
-    if spec.config.has_delta_slots and (dtype := _dtype_of(config)) != _DELTAS_DTYPE:
+    if spec.config.has_delta_slots and (dtype := type_of(config)) != _DELTAS_DTYPE:
         raise CheckpointError(
             f"deltas are served on vllm next to a base in {_DELTAS_DTYPE} alone, and dtype in the config.json of "
             f"{folder} is {dtype or 'not given'}; merge each into a deployment of its own (`iserve variant "
@@ -96,12 +103,8 @@ def read_model(spec: WorkerSpec) -> Model:
         spec=with_caches(_spec_of(folder, config), spec.layer_caches),
         quantized_by=quantized_by,
         has_tokenizer=any((folder / name).is_file() for name in _TOKENIZER_FILES),
+        plain_kv_dtype=plain_kv_dtype(config),
     )
-
-
-def _dtype_of(config: Mapping[str, object]) -> str:
-    """Return the type of a checkpoint, under its name of transformers 5 or 4."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
 
 
 def _spec_of(folder: Path, config: Mapping[str, object]) -> ModelSpec:
@@ -193,7 +196,7 @@ def arguments(
         "--block-size": block_tokens(model.spec),
         "--kv-cache-memory-bytes": kv_cache_bytes(spec, model.spec),
         "--gpu-memory-utilization": _memory_fraction(spec, devices),
-        "--kv-cache-dtype": _KV_DTYPE[config.kv],
+        "--kv-cache-dtype": kv_dtype(config.kv, model.plain_kv_dtype),
         "--load-format": "dummy" if spec.dummy_weights else "safetensors",  # never pickles
         "--generation-config": "vllm",  # a request means the same whatever the checkpoint recommends
         "--shutdown-timeout": DRAIN_S,

@@ -17,7 +17,6 @@ from iserve_profiling.base import Nvml, ProfilingEngine, Rows, WorkError, random
 from iserve_profiling.http import read_spec, serve
 
 LEAST_RANK = 1  # of slots for deltas alone, as in fingerprint/lora/slot_bytes.py
-_KV_DTYPE = {"16bit": "auto", "int8": "int8_per_token_head", "fp8": "fp8"}
 _END_S = 20.0  # for vLLM's processes to end by themselves
 _BEING_READ = "is still being read"  # of our plug-in: a delta has to be asked for again
 _ASK_S = 0.02  # each refusal is a traceback in the log
@@ -70,7 +69,7 @@ class VllmProfilingEngine(ProfilingEngine):
             "gpu_memory_utilization": self._fraction(limits["memory_bytes_per_device"]),
             "num_gpu_blocks_override": order["kv_blocks"],
             "block_size": order["kv_block_tokens"],  # as a deployment is started with; the default may be another
-            "kv_cache_dtype": _KV_DTYPE[order["kv"]],
+            "kv_cache_dtype": order["kv_dtype"],
             "tensor_parallel_size": tp,
             "pipeline_parallel_size": pp,
             "seed": 0,

@@ -180,6 +180,25 @@ def test_options_that_depend_on_the_configuration(checkpoint):
     assert json.loads(found["--compilation-config"])["pass_config"] == {"fuse_allreduce_rms": False}
 
 
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "plain"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "bfloat16", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "float16", "float16"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "bfloat16", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, "bfloat16", "auto"),
+        (None, "bfloat16", "auto"),
+    ],
+)
+def test_a_cache_in_16_bits_is_one_whatever_the_checkpoint_asks_for(
+    quantization: dict[str, object] | None, dtype: str, plain: str
+) -> None:
+    """FP8 is what "auto" means to vLLM where the checkpoint has scales for it."""
+    found = cache.plain_kv_dtype({"quantization_config": quantization, "dtype": dtype})
+    assert found == plain
+    assert [cache.kv_dtype(kv, found) for kv in KvFormat] == [plain, "int8_per_token_head", "fp8"]
+
+
 def test_graphs_are_as_large_however_few_the_sequences(checkpoint):
     """vLLM's own default, twice the sequences, leaves prompts of a hundred tokens to the host's pace."""
     for tp in (1, 2):
