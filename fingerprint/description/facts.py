@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, show
+from fingerprint.context_length import CONTEXT_KEYS, context_tokens
 from fingerprint.errors import ConfigError
-from fingerprint.rope_scaling import scaled_context
 
 __all__ = ["LAYERS_KEYS", "TEXT_PARTS", "Facts", "text_config"]
 
@@ -22,7 +22,6 @@ _PER_LAYER = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_attention_groups")
 _HEAD_DIMS = ("head_dim", "attention_head_dim", "kv_channels")
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "inner_dim")
 _EXPERT_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -119,8 +118,8 @@ class Facts:
     @property
     def max_context_tokens(self) -> int:
         """2**20 where a model has no such bound, as state-space models have none."""
-        given = self.first(_CONTEXT, MAX_CONTEXT)
-        return 2**20 if given is None else scaled_context(self._fields, given)
+        given = self.first(CONTEXT_KEYS, MAX_CONTEXT)
+        return 2**20 if given is None else context_tokens(self._fields, default=given)
 
     @property
     def inner(self) -> int | None:
@@ -166,7 +165,7 @@ class Facts:
         missing = {
             "num_attention_heads": self.heads is None and not only_states,
             "layer_types": bool(windows) and not told and not switched_off,
-            "max_position_embeddings": self.first(_CONTEXT, MAX_CONTEXT) is None and not only_states,
+            "max_position_embeddings": self.first(CONTEXT_KEYS, MAX_CONTEXT) is None and not only_states,
             "num_experts_per_tok": self.num_experts > 0 and not self.experts_per_token,
         }
         return tuple(name for name, is_missing in missing.items() if is_missing)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, divides
+from fingerprint.config_json import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, divides
+from fingerprint.context_length import context_tokens
 from fingerprint.errors import ConfigError
 from fingerprint.families.base import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
-from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]
@@ -44,9 +44,7 @@ def _falcon(fields: Fields) -> Blueprint:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=scaled_context(
-            fields, fields.count("max_position_embeddings", default=2048, most=MAX_CONTEXT)
-        ),
+        max_context_tokens=context_tokens(fields, default=2048),
         tied=tied,
         gated_mlp=False,
     )

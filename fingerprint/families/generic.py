@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from fingerprint.config_json import MAX_CONTEXT, MAX_VOCAB, Fields, show
+from fingerprint.context_length import CONTEXT_KEYS, context_tokens
 from fingerprint.description.transformers_class import (
     MAX_BUILT_LAYERS,
     NOT_TAKEN,
@@ -23,13 +24,11 @@ from fingerprint.errors import ConfigError, UnsupportedModelError
 from fingerprint.extras import need_extra
 from fingerprint.families.base import Blueprint, Ends, Family, ModuleLayout, blueprint_of
 from fingerprint.families.sliding_window import Windows
-from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import Role, TensorShape
 
 __all__ = ["general_family"]
 
 _LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _KINDS = {"full_attention", "sliding_attention"}
 
@@ -144,7 +143,7 @@ def _described(fields: Fields, model: Any, layout: ModuleLayout, architecture: s
         num_heads=_first(model.config, ("num_attention_heads", "n_head", "n_heads"), fields, MAX_VOCAB),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=scaled_context(fields, _first(model.config, _CONTEXT_KEYS, fields, MAX_CONTEXT)),
+        max_context_tokens=context_tokens(fields, default=_first(model.config, CONTEXT_KEYS, fields, MAX_CONTEXT)),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         layer_windows=_windows(fields, model.config, len(layers)),
         gated_mlp=any("gate" in t.name and t.role is Role.LINEAR for t in layer),

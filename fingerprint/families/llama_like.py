@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, divides
+from fingerprint.config_json import MAX_LAYERS, MAX_VOCAB, Fields, divides
+from fingerprint.context_length import context_tokens
 from fingerprint.errors import ConfigError
 from fingerprint.families.base import Blueprint, Family, ModuleLayout, blueprint_of, ends_of
 from fingerprint.families.mlp import Mlp, gated, mixtral_experts, qwen_experts
@@ -18,7 +19,6 @@ from fingerprint.families.sliding_window import (
     qwen3_moe_windows,
     qwen_windows,
 )
-from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import Role, TensorShape, linear, norm
 
 __all__ = ["FAMILIES", "LAYOUT", "llama_like", "rotary_head_dim"]
@@ -80,9 +80,7 @@ def llama_like(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=scaled_context(
-            fields, fields.count("max_position_embeddings", default=context_default, most=MAX_CONTEXT)
-        ),
+        max_context_tokens=context_tokens(fields, default=context_default),
         tied=tied,
         num_experts=after.num_experts,
         experts_per_token=after.experts_per_token,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fingerprint.config_json import MAX_CONTEXT, MAX_LAYERS, MAX_VOCAB, Fields, divides
+from fingerprint.config_json import MAX_LAYERS, MAX_VOCAB, Fields, divides
+from fingerprint.context_length import context_tokens
 from fingerprint.families.base import Blueprint, Family, blueprint_of, ends_of
 from fingerprint.families.llama_like import LAYOUT, rotary_head_dim
 from fingerprint.families.sliding_window import one_window
-from fingerprint.rope_scaling import scaled_context
 from fingerprint.tensor_shapes import linear, norm
 
 __all__ = ["FAMILIES"]
@@ -40,9 +40,7 @@ def _phi3(fields: Fields) -> Blueprint:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_context_tokens=scaled_context(
-            fields, fields.count("max_position_embeddings", default=4096, most=MAX_CONTEXT)
-        ),
+        max_context_tokens=context_tokens(fields, default=4096),
         tied=tied,
         layer_windows=one_window(fields, num_layers, default=None),
     )

@@ -1,4 +1,4 @@
-"""Contexts of models whose rotary embeddings are scaled, against vLLM 0.33.0's ``_get_and_verify_max_len``.
+"""Contexts of models, scaled ones too, against vLLM 0.33.0's ``_get_and_verify_max_len``.
 
 Its answers were recorded by running that function of its source on transformers 5's configs of these fields.
 """
@@ -27,6 +27,12 @@ BY_LAYERS = {
 # What config.json gives, and vLLM's max_model_len where max_position_embeddings is 4096.
 RECORDED: list[tuple[dict[str, Any], int]] = [
     ({}, 4096),
+    ({"max_sequence_length": 2048}, 2048),
+    ({"max_sequence_length": 8192}, 4096),
+    ({"seq_length": 2048, "max_seq_len": 1024}, 1024),
+    ({"max_seq_length": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+    ({"model_max_length": 131072}, 131072),
+    ({"model_max_length": 2048, "seq_length": 1024}, 2048),
     ({"rope_scaling": None}, 4096),
     ({"rope_scaling": {}}, 4096),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
