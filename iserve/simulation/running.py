@@ -374,7 +374,7 @@ class PlannedDeployer:
         ]
 
     def _why_not(self, asked: SimulatedModel, snapshot: ClusterSnapshot) -> str:
-        plan = self._plan(asked, snapshot, 1)
+        plan = self._plan(asked, snapshot, asked.options.replicas)
         if plan.best is not None:  # of a joint plan, whose replicas need more
             return "no GPUs have room for it with a request of the longest kind"
         return _nearest(plan)

@@ -242,6 +242,14 @@ def test_lengths_are_cut_to_what_is_served(
     assert input_tokens(model, "--planner", "rule") == 100 + 620 + 620 + 620
 
 
+def test_more_replicas_than_gpus_are_refused_by_their_number(
+    simulate: Callable[..., Done], trace: Path, model: Path, golden: Golden
+) -> None:
+    done = simulate(trace, "--gpus", "a6000:2", "--models", model, "--replicas", 3, "--startup", 0)
+    refused = done.out[done.out.index("refused llama-7b") :]
+    golden("simulator-errors", " ".join(refused.partition("step times")[0].split()))
+
+
 def test_it_is_deterministic_by_seed(simulate: Callable[..., Done], model: Path) -> None:
     def run(seed: int) -> Any:
         named = f"a={model},b={model}"
