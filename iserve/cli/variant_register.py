@@ -221,10 +221,11 @@ def _compressed(
     quiet: bool,
 ) -> Iterator[str]:
     """Hold the folder, in iServe's home, of the delta of a full fine-tune; it is gone when the block ends well."""
+    from fingerprint.errors import CheckpointError
     from iserve.cli.connection import check_variant_name, registered_models
     from iserve.cli.progress import StepDisplay
     from iserve.deltas import compress_variant
-    from iserve.fine_tune_folders import compression_key, held_delta
+    from iserve.fine_tune_folders import compression_key, held_delta, remove_whole
     from iserve.model_source import resolve
 
     check_variant_name(name, settings)  # before a compression that takes hours
@@ -241,6 +242,9 @@ def _compressed(
                 options,
                 lambda what, at, total: show_units(display, "compressing", what, at, total),
             )
+        if not (done.matrices or done.num_exact):
+            remove_whole(folder)
+            raise CheckpointError(f"{finetuned} changes nothing of {base}; ask for the base itself")
         if done.judgement is not None and not quiet:
             typer.echo("\n".join(loss_lines(done.judgement)))
 

@@ -227,6 +227,15 @@ class TestAdd:
         assert done.code == 2
         assert content(api) == set()
 
+    def test_the_base_itself_is_named_and_leaves_nothing(
+        self, command: Callable[..., Done], api: Api, base: Path, golden: Golden
+    ) -> None:
+        done = command(*WORDS, base, base)
+        assert done.code == 1
+        golden("variant", done.err.splitlines()[-1].replace(str(base), "BASE"))
+        assert content(api) == set()
+        assert left(Path(api.controller.settings.compressing_folder)) == []
+
     def test_over_rest_the_command_is_named(self, api: Api, base: Path, tmp_path: Path, golden: Golden) -> None:
         status, answer = api.ask("POST", "/api/v1/variants", body(base, write_kind(tmp_path / "adapter", "ia3")))
         assert status == 400
