@@ -33,7 +33,15 @@ from placement.replicas import Replicas
 from placement.types import ClusterSnapshot, Placement, StagePlacement
 from planner.intent import MAX_REPLICAS, IntentKind
 
-__all__ = ["ExpectedModel", "JointChoice", "JointQuestion", "JointReplica", "expected_model", "joint_choice"]
+__all__ = [
+    "ExpectedModel",
+    "JointChoice",
+    "JointQuestion",
+    "JointReplica",
+    "expected_model",
+    "joint_choice",
+    "limits_answers",
+]
 
 _USABLE_FRACTION = 0.93  # of a GPU's memory; a worker is promised 2% more than its estimate
 _LONGEST_TOKENS = 32_768  # of the request for which there is room in any case, where no --context says
@@ -366,7 +374,7 @@ def _goal(options: PlanOptions) -> FleetGoal:
             return FleetGoal.LATENCY
 
 
-def _limits_answers(options: PlanOptions) -> bool:
+def limits_answers(options: PlanOptions) -> bool:
     """Return whether the SLO limits more than the first token, of which a forecast has no time of its own."""
     slo = options.intent.slo
     return slo is not None and (slo.e2e_s is not None or slo.tpot_s is not None)
@@ -375,7 +383,7 @@ def _limits_answers(options: PlanOptions) -> bool:
 def _limit_s(options: PlanOptions, service: ServiceModel) -> float | None:
     """Return the end-to-end time within which a mean request keeps the SLO; None: no SLO limits its answer."""
     slo = options.intent.slo
-    if slo is None or not _limits_answers(options):
+    if slo is None or not limits_answers(options):
         return None
     first_s = slo.ttft_s or 2 * service.prompt_s
     by_steps = math.inf if slo.tpot_s is None else first_s + (service.output_tokens - 1) * slo.tpot_s

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fingerprint.config import Workload
 from fingerprint.errors import NotMeasuredError
 from fingerprint.estimates import Estimate, Estimator
-from iserve.planning.joint_choice import JointChoice, JointQuestion, joint_choice
+from iserve.planning.joint_choice import JointChoice, JointQuestion, joint_choice, limits_answers
 from iserve.planning.pipeline import PlanOptions, alone_of
 from placement.fleet.types import FleetGoal
 from planner.attainment import Attainment
 from planner.constraints import told_of
 from planner.costs import figures
+from planner.intent import Slo
 from planner.plan import LoadForecast
 
 __all__ = ["promised_choice"]
+
+# Shares of a limit that the mean request keeps, where too many of all requests would miss the whole one.
+_TIGHTER = (0.7, 0.5, 0.35, 0.25)
 
 
 def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForecast | None]:
     """Return the joint choice and its times at the rate; None for these without a rate, or where it is not served.
 
-    Where more requests are forecast to miss the SLO than its percentile allows, it is the fastest choice.
+    Where more requests are forecast to miss the SLO than its percentile allows, it is the cheapest of those whose
+    mean request keeps a tighter one, and whose requests keep that which was asked for; else the fastest.
     """
     estimator, options = asked.estimator, asked.options
     choice = joint_choice(asked)
@@ -29,10 +34,26 @@ def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForec
         return choice, None
     promise = _promise(choice, choice.rate_per_s, estimator, options)
     if choice.goal is not FleetGoal.LATENCY and _misses_too_many(promise):
+        for share in _TIGHTER if limits_answers(options) else ():
+            tighter = joint_choice(_with_tighter_limits(asked, share))
+            if tighter is None or tighter.forecast.utilisation > 1:
+                continue
+            kept = _promise(tighter, choice.rate_per_s, estimator, options)
+            if not _misses_too_many(kept):
+                return tighter, kept
         faster = joint_choice(asked, FleetGoal.LATENCY)
         if faster is not None:
             return faster, _promise(faster, choice.rate_per_s, estimator, options)
     return choice, promise
+
+
+def _with_tighter_limits(asked: JointQuestion, share: float) -> JointQuestion:
+    """Return the question with ``share`` of each limit."""
+    intent = asked.options.intent
+    assert intent.slo is not None
+    limits = {each.name: getattr(intent.slo, each.name) for each in fields(intent.slo)}
+    slo = Slo(**{name: None if limit_s is None else share * limit_s for name, limit_s in limits.items()})
+    return replace(asked, options=replace(asked.options, intent=replace(intent, slo=slo)))
 
 
 def _promise(choice: JointChoice, rate_per_s: float, estimator: Estimator, options: PlanOptions) -> LoadForecast:

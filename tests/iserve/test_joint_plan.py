@@ -222,6 +222,20 @@ def test_an_slo_at_a_rate_is_kept_with_no_more_gpus_than_the_fastest_plan_holds(
     assert choice.forecast.gpus_held <= fastest.forecast.gpus_held + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "rate"), [("meta-llama/Llama-3.1-70B", "h200:8", 5.0), ("Qwen/Qwen3-30B-A3B", "h200:4", 30.0)]
+)
+def test_a_looser_slo_takes_no_more_gpus(name: str, gpus: str, rate: float) -> None:
+    """Where the cheapest plan misses it too often, the next is not the fastest at once."""
+    taken = []
+    for limit_s in (10.0, 5.0, 3.0):
+        _, choice = chosen(hardware_on(gpus), slo_wish(Slo(e2e_s=limit_s), rate), name)
+        assert choice is not None
+        taken.append(len(held_by(choice)))
+    assert taken == sorted(taken)
+    assert taken[0] == 2
+
+
 def test_an_slo_that_no_plan_keeps_under_load_has_the_fastest_plan() -> None:
     """At 250 of the 314 requests/s that four H200s carry, a request takes three times as long as alone."""
     hardware, rate = hardware_on("h200:4"), 250.0
