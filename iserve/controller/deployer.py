@@ -51,7 +51,7 @@ from iserve.planning.model_use import (
     with_expected_specs,
     with_images,
 )
-from iserve.planning.pipeline import PlanOptions
+from iserve.planning.pipeline import PlanOptions, check_context
 from iserve.planning.worker_launch import PlannedDeployment, worker_slug
 from iserve.settings import Settings
 from iserve.state.store import DeploymentRow, Store
@@ -195,6 +195,7 @@ class Deployer:
             if (found := self._enough(source, engine, node, options)) is not None:
                 return found
             unused.extend(self._profiler.unused(source, engine, node, batch=options.workload.batch))
+            check_context(source.spec, options.workload)  # before minutes are spent on measuring
             move("profiling")
             return self._profile(row, source, engine, options)
 

@@ -61,7 +61,6 @@ from iserve.keys import new_key
 from iserve.model_source import ModelSource, resolve
 from iserve.planning.document import PlanDocument
 from iserve.planning.model_use import check_code_of_each, check_same_code, used, with_images
-from iserve.planning.pipeline import check_context
 from iserve.rest_bodies import UpdateBody
 from iserve.route_table import DEMAND_PATH, VARIANT_DEMAND_PATH, Demand, VariantDemand
 from iserve.settings import Settings
@@ -269,7 +268,7 @@ class Controller:
         else:
             engine.check_options(body.engine_options)
         source = used(self.resolve(body.model, need_weights=False), body.use)
-        check_context(source.spec, with_images(self._deployer.options(body).workload, source))
+        with_images(self._deployer.options(body).workload, source)
         check_code_of_each(source, capabilities_for(body.engine))
         if source.has_weights or self._is_here(body.model):
             Checkpoint.open(source.directory)  # what a hub id lacks is fetched in the background, and checked then

@@ -124,16 +124,6 @@ def test_an_unknown_field_is_refused_by_its_name(api: Api, golden: Golden) -> No
         golden("rest-errors", body["message"], where)
 
 
-def test_requests_beyond_the_models_context_are_refused_before_anything_is_measured(
-    api: Api, golden: Golden
-) -> None:
-    wish = {"model": "iserve-demo", "name": "too-long", "input_tokens": 1000, "output_tokens": 100}
-    status, body = api.ask("POST", "/api/v1/deployments", wish)
-    assert (status, body["error"]) == (400, "ConfigError")
-    golden("rest-errors", body["message"])
-    assert "too-long" not in [one["name"] for one in api.ask("GET", "/api/v1/deployments")[1]]
-
-
 def test_an_unknown_field_within_a_list_is_refused_by_its_name(api: Api, golden: Golden) -> None:
     status, answer = api.ask("POST", "/api/v1/plans", {"expected_models": [{"modle": "m"}]})
     assert (status, answer["error"]) == (400, "BadInputError")

@@ -238,6 +238,17 @@ def test_a_plan_is_recorded_with_its_workers(world: World, monkeypatch: pytest.M
     assert worker.limits != former.limits
 
 
+def test_requests_beyond_the_models_context_are_refused_before_anything_is_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch, ended: Callable[..., str]
+) -> None:
+    world.start()
+    monkeypatch.setattr(Profiler, "take", lambda *_, **__: pytest.fail("it is measured"))
+    world.controller.deploy(DeployBody(name="a", input_tokens=1000, output_tokens=100))
+    phase, _, why = ended().partition(": ")
+    assert phase in {"refused", "failed"}
+    assert re.findall(r"\d+", why) == ["1000", "100", "1100", "1024"]
+
+
 def test_two_who_ask_for_one_worker_at_once_get_the_same(world: World) -> None:
     """The second may be the next controller; what the first asked before it was killed is still being done."""
     world.start()
