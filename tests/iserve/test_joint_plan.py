@@ -226,7 +226,7 @@ def test_an_slo_at_a_rate_is_kept_with_no_more_gpus_than_the_fastest_plan_holds(
     ("name", "gpus", "rate"), [("meta-llama/Llama-3.1-70B", "h200:8", 5.0), ("Qwen/Qwen3-30B-A3B", "h200:4", 30.0)]
 )
 def test_a_looser_slo_takes_no_more_gpus(name: str, gpus: str, rate: float) -> None:
-    """Where the cheapest plan misses it too often, the next is not the fastest at once."""
+    """The next is not the fastest at once where the cheapest plan misses it too often."""
     taken = []
     for limit_s in (10.0, 5.0, 3.0):
         _, choice = chosen(hardware_on(gpus), slo_wish(Slo(e2e_s=limit_s), rate), name)
