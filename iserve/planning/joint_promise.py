@@ -25,8 +25,8 @@ _TIGHTER = (0.7, 0.5, 0.35, 0.25)
 def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForecast | None]:
     """Return the joint choice and its times at the rate; None for these without a rate, or where it is not served.
 
-    Where more requests are forecast to miss the SLO than its percentile allows, it is the cheapest of those whose
-    mean request keeps a tighter one, and whose requests keep that which was asked for; else the fastest.
+    Where more requests are forecast to miss the SLO than its percentile allows, it is the choice for
+    tighter limits, the least tight by which the asked ones are kept, else the fastest.
     """
     estimator, options = asked.estimator, asked.options
     choice = joint_choice(asked)
@@ -34,17 +34,29 @@ def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForec
         return choice, None
     promise = _promise(choice, choice.rate_per_s, estimator, options)
     if choice.goal is not FleetGoal.LATENCY and _misses_too_many(promise):
-        for share in _TIGHTER if limits_answers(options) else ():
-            tighter = joint_choice(_with_tighter_limits(asked, share))
-            if tighter is None or tighter.forecast.utilisation > 1:
-                continue
-            kept = _promise(tighter, choice.rate_per_s, estimator, options)
-            if not _misses_too_many(kept):
-                return tighter, kept
+        if (kept := _kept_by_tighter_limits(asked, choice.rate_per_s)) is not None:
+            return kept
         faster = joint_choice(asked, FleetGoal.LATENCY)
         if faster is not None:
             return faster, _promise(faster, choice.rate_per_s, estimator, options)
     return choice, promise
+
+
+def _kept_by_tighter_limits(asked: JointQuestion, rate_per_s: float) -> tuple[JointChoice, LoadForecast] | None:
+    """Return the choice for tighter limits, the least tight by which the asked ones are kept, and its times.
+
+    None: the asked ones are kept by none.
+    """
+    if not limits_answers(asked.options):
+        return None
+    for share in _TIGHTER:
+        choice = joint_choice(_with_tighter_limits(asked, share))
+        if choice is None or choice.forecast.utilisation > 1:
+            continue
+        promise = _promise(choice, rate_per_s, asked.estimator, asked.options)
+        if not _misses_too_many(promise):
+            return choice, promise
+    return None
 
 
 def _with_tighter_limits(asked: JointQuestion, share: float) -> JointQuestion:
