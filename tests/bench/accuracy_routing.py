@@ -17,7 +17,7 @@ from tests.bench.accuracy_families import calibration_without, family_of, record
 from tests.bench.accuracy_measure import Recorded
 from tests.bench.accuracy_rows import Row
 
-__all__ = ["FOLDER", "Pair", "busiest", "pairs", "table"]
+__all__ = ["FOLDER", "Pair", "busiest", "pairs", "recorded", "table"]
 
 FOLDER = RESULTS / "skewed-h200-vllm-0.33"
 

@@ -80,7 +80,7 @@ def plain_kv_dtype(config: Mapping[str, object]) -> str:
     """Return ``--kv-cache-dtype`` of 16 bits for the checkpoint of a config.json.
 
     It is the model's own type by "auto", which is FP8 where the checkpoint asks for such a cache
-    (``resolve_kv_cache_dtype_string`` of vLLM 0.33.0): there the type is named.
+    (``resolve_kv_cache_dtype_string`` and ``Attention`` of vLLM 0.33.0): there the type is named.
     """
     quantization = quantization_of(config)
     if not (quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")):
