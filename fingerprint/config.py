@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
+from math import ceil
 from typing import TypeVar
 
 from fingerprint.engines import traits_of
@@ -37,6 +38,8 @@ MAX_ADAPTER_SLOTS = 256
 MAX_DELTA_MIB = 2**20
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256)  # that a slot can be made for: of the ranks that vLLM offers
 LOADED_PER_SLOT = 4  # adapters that a worker keeps loaded, on the host where they do not run, for each slot
+_LEAST_SHARE = 1 / 8  # of a place that an adapter takes there, however small its rank
+_SHARE_STEPS = 64  # in which shares are counted: their sums are exact
 
 
 class WeightFormat(StrEnum):
@@ -173,11 +176,20 @@ class DeploymentConfig:
 
     @property
     def loaded_adapters(self) -> int:
-        """Adapters that a worker keeps loaded at most; only ``adapter_slots`` of them take part in one step.
+        """Places of loaded adapters, each for one of ``adapter_rank``; ``adapter_slots`` take part in one step.
 
         As many where slots have a format for deltas: one without a slot would be copied into one within a step.
         """
         return self.adapter_slots * (1 if self.has_delta_slots else LOADED_PER_SLOT)
+
+    def place_share(self, rank: int) -> float:
+        """Return the share that an adapter of ``rank`` takes of a place, where an engine lets several share one.
+
+        All of it, of the slots' rank; half of it, of half of that rank, and so on down to an eighth.
+        """
+        if self.has_delta_slots or not self.adapter_rank:
+            return 1.0
+        return min(1.0, max(_LEAST_SHARE, ceil(_SHARE_STEPS * rank / self.adapter_rank) / _SHARE_STEPS))
 
     def __str__(self) -> str:
         experts = ",experts=parallel" if self.expert_parallel else ""

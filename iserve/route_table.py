@@ -48,6 +48,7 @@ class VariantRoute:
     num_bytes: int  # of its tensors: what loading it reads
     num_tensors: int | None = None  # of an adapter, for which a part of its load's time is
     pinned: bool = False  # loaded at once, and never unloaded for another
+    place_share: float = 1.0  # of a worker's ``loaded_adapters`` that it takes
     base_directory: str | None = None  # of a delta whose engine checks neither it nor its base: the base's folder
 
 
@@ -65,7 +66,7 @@ class Route:
     retry_after_s: int = 1  # with ``refusal``
     admission: AdmissionPolicy | None = None  # None: no request is rejected for being late
     adapter_slots: int = 0  # variants that take part in one step of a worker
-    loaded_adapters: int = 0  # variants that a worker keeps loaded
+    loaded_adapters: int = 0  # places of variants that a worker keeps loaded
     variants: tuple[VariantRoute, ...] = ()
     loads_on_gpu: bool = False  # whether all loaded variants lie on the GPUs; else those that have a slot
 

@@ -1,20 +1,20 @@
 """LoRA variants of one worker: those loaded, those in flight, and which is unloaded for another.
 
 Two limits hold at a worker: at most ``slots`` distinct variants are in flight, as many as take part in one step,
-and at most ``max_loaded`` are loaded. The places beyond the slots are for variants that rest between two requests,
-and for those that are loaded while their request still waits for a slot.
+and those loaded take at most ``max_loaded`` places, each one or a share of it. The places beyond the slots are for
+variants that rest between two requests, and for those that are loaded while their request still waits for a slot.
 
 Eviction. The least ``frequency * reload time / size`` goes, and of equals the least recently used. The size is
-what is short: of places each variant takes one, whatever its bytes are; where memory is full, it is its bytes. A
-load takes a time that all have and one that grows with the bytes (``fingerprint.load_time``). Frequencies decay,
-so that a variant that was popular an hour ago gives way. A variant that is asked for more often and goes in the
-place of one with a longer reload takes its own reload time off that one's, until it is used: so no more time goes
-into loads for the sake of one than its own would take. A variant in flight or pinned is never evicted.
+what is short: the share of a place; where memory is full, the bytes. A load takes a time that all have and one
+that grows with the bytes (``fingerprint.load_time``). Frequencies decay, so that a variant that was popular an
+hour ago gives way. A variant that is asked for more often and goes in the place of one with a longer reload takes
+its own reload time off that one's, until it is used: so no more time goes into loads for the sake of one than its
+own would take. A variant in flight or pinned is never evicted.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class _Loaded:
     turn: int = 0  # of the loads ahead of need, of which the later are the less wanted
     use: int = 0  # number of its last use or load, among those of all
     paid_s: float = 0.0  # reload times of those that went in its place since it was used
+    share: float = 1.0  # of a place that it takes
 
     def decayed(self, now_s: float) -> float:
         return self.frequency * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
@@ -43,16 +44,22 @@ class WorkerVariants:
 
     Args:
         slots: distinct variants in flight at most.
-        max_loaded: variants loaded at most.
+        max_loaded: places of loaded variants.
         reload_s: returns the time of a load of a variant.
+        share: returns the share of a place that a variant takes, above 0 and at most 1.
     """
 
     def __init__(
-        self, slots: int, max_loaded: int, reload_s: Callable[[str], float] = lambda variant: 1.0
+        self,
+        slots: int,
+        max_loaded: float,
+        reload_s: Callable[[str], float] = lambda variant: 1.0,
+        share: Callable[[str], float] = lambda variant: 1.0,
     ) -> None:
         if not 1 <= slots <= max_loaded:
             raise ConfigError(f"a worker needs 1 <= slots <= loaded variants, got {slots} and {max_loaded}")
-        self.slots, self.max_loaded, self._reload_s = slots, max_loaded, reload_s
+        self.slots, self.max_loaded, self._reload_s, self.share = slots, max_loaded, reload_s, share
+        self.taken = 0.0  # places
         self.pinned: Collection[str] = frozenset()
         self._loaded: dict[str, _Loaded] = {}
         self._in_flight: dict[str, int] = {}
@@ -88,16 +95,16 @@ class WorkerVariants:
         wanted: Collection[str] = (),
         *,
         spare_wanted: bool = False,
-        size: Callable[[str], float] = lambda variant: 1.0,
+        size: Callable[[str], float] | None = None,
     ) -> tuple[str, ...] | None:
         """Return what must be unloaded before ``variant`` can be loaded; None: too much is in flight or pinned.
 
         Args:
             wanted: variants of waiting requests, the last to be evicted.
             spare_wanted: never evict those.
-            size: returns what a variant takes of what is short: a place, or its bytes.
+            size: returns the bytes of a variant, where they are what is short; None: places are.
         """
-        excess = len(self._loaded) + 1 - self.max_loaded
+        excess = self.taken + min(self.share(variant), self.max_loaded) - self.max_loaded
         if variant in self._loaded or excess <= 0:
             return ()
         idle = [
@@ -105,14 +112,25 @@ class WorkerVariants:
             for name in self._loaded
             if name not in self._in_flight and name not in self.pinned and not (spare_wanted and name in wanted)
         ]
-        if len(idle) < excess:
+        if sum(self._loaded[name].share for name in idle) < excess:
             return None
 
         def value(name: str) -> tuple[bool, float, float, int]:
             worth_s, used_s, turn = self._value(name, now_s)
-            return name in wanted, worth_s / max(size(name), 1.0), used_s, turn
+            takes = self._loaded[name].share if size is None else max(size(name), 1.0)
+            return name in wanted, worth_s / takes, used_s, turn
 
-        return tuple(heapq.nsmallest(excess, idle, key=value))
+        chosen: list[str] = []
+        for name in sorted(idle, key=value):
+            if excess <= 0:
+                break
+            chosen.append(name)
+            excess -= self._loaded[name].share
+        for name in chosen[-2::-1]:  # a larger one after it may have made enough room alone
+            if excess + self._loaded[name].share <= 0:
+                chosen.remove(name)
+                excess += self._loaded[name].share
+        return tuple(chosen)
 
     def loss(self, evicted: Iterable[str], now_s: float) -> float:
         """Return frequency times reload time of what would be evicted: the cost of loading here."""
@@ -147,7 +165,7 @@ class WorkerVariants:
         for name in evicted:
             self._charge(name, now_s)
             self.unload(name)
-        self._loaded[variant] = _Loaded(0.0, now_s, use=self._next_use())
+        self._place(variant, _Loaded(0.0, now_s, use=self._next_use(), share=self.share(variant)))
         if variant in self._in_flight:
             self._use(variant, now_s)
 
@@ -168,10 +186,16 @@ class WorkerVariants:
     def preload(self, variant: str, served_s: float) -> None:
         """Give a free place to ``variant``, which no request needs; the last one was admitted at ``served_s``."""
         self._preloads += 1
-        self._loaded[variant] = _Loaded(0.0, served_s, self._preloads, self._next_use())
+        self._place(variant, _Loaded(0.0, served_s, self._preloads, self._next_use(), share=self.share(variant)))
+
+    def _place(self, variant: str, loaded: _Loaded) -> None:
+        self.unload(variant)
+        self._loaded[variant] = loaded
+        self.taken += loaded.share
 
     def unload(self, variant: str) -> None:
-        self._loaded.pop(variant, None)
+        if variant in self._loaded:
+            self.taken -= self._loaded.pop(variant).share
 
     def _use(self, variant: str, now_s: float) -> None:
         loaded = self._loaded[variant]
@@ -194,6 +218,9 @@ class WorkerVariants:
         return frozenset(by_use[-self.slots :])
 
 
-def protected_pins(pinned: Sequence[str], max_loaded: int) -> tuple[str, ...]:
+def protected_pins(
+    pinned: Sequence[str], max_loaded: float, share: Callable[[str], float] = lambda variant: 1.0
+) -> tuple[str, ...]:
     """Return the pinned variants that are never evicted: all but those that would leave no place to the rest."""
-    return tuple(pinned[: max_loaded - 1])
+    taken = itertools.accumulate(map(share, pinned))
+    return tuple(name for name, places in zip(pinned, taken, strict=True) if places <= max_loaded - 1)

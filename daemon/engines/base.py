@@ -147,6 +147,10 @@ class Engine(Protocol):
         """
         ...
 
+    def shares_places(self, spec: WorkerSpec) -> bool:
+        """Return whether adapters of small ranks share places at a worker (``DeploymentConfig.place_share``)."""
+        ...
+
     def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
         """Return what a worker that has just become healthy is sent before it counts as ready.
 

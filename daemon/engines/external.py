@@ -338,6 +338,9 @@ class ExternalEngine(ABC):
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         return order
 
+    def shares_places(self, spec: WorkerSpec) -> bool:
+        return False
+
     def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
         return ()
 

@@ -113,6 +113,9 @@ class TorchEngine:
     def profile_order(self, spec: WorkerSpec, order: ProfileLoad) -> ProfileLoad:
         return order
 
+    def shares_places(self, spec: WorkerSpec) -> bool:
+        return False
+
     def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
         return ()  # it runs its largest steps before it is healthy
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from daemon.engines.registry import get_engine
 from daemon.worker_spec import WorkerSpec
-from fingerprint.config import SlotFormat
+from fingerprint.config import DeploymentConfig, SlotFormat
 from fingerprint.engines import traits_of
 from iserve.controller.stored_values import is_routed, recorded_workers
 from iserve.route_table import VariantRoute
@@ -48,14 +48,40 @@ class VariantServer:
 
     deployment: str
     base_directory: str
-    max_rank: int  # that a slot holds
-    max_delta_bytes: int = 0  # that a slot holds
-    delta_format: SlotFormat = SlotFormat.NONE  # of the deltas that a slot holds, where slots have one
-    engine: str = "torch"
+    worker: WorkerSpec  # one of its workers, all of which are alike
+
+    @property
+    def config(self) -> DeploymentConfig:
+        return self.worker.config
+
+    @property
+    def engine(self) -> str:
+        return self.config.engine
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank that a slot holds."""
+        return self.config.adapter_rank
+
+    @property
+    def max_delta_bytes(self) -> int:
+        """Bytes of the largest delta that a slot holds."""
+        return self.config.delta_mib << 20
+
+    @property
+    def delta_format(self) -> SlotFormat:
+        """Format of the deltas that a slot holds, where slots have one."""
+        return self.config.delta_format
 
     @property
     def has_delta_slots(self) -> bool:
-        return self.delta_format is not SlotFormat.NONE
+        return self.config.has_delta_slots
+
+    def place_share(self, variant: VariantRow) -> float:
+        """Return the share that a variant takes of a place at a worker."""
+        if variant.is_delta or not get_engine(self.engine).shares_places(self.worker):
+            return 1.0
+        return self.config.place_share(variant.max_rank)
 
     def serves(self, variant: VariantRow, misfit: Misfit) -> bool:
         if self.base_directory != variant.base_directory:
@@ -83,7 +109,7 @@ def adapter_slots(workers: Collection[WorkerSpec]) -> int:
 
 
 def loaded_adapters(workers: Collection[WorkerSpec]) -> int:
-    """Return the adapters that each worker keeps loaded at most; 0 where they differ."""
+    """Return the places of loaded adapters at each worker; 0 where they differ."""
     return next(iter(workers)).config.loaded_adapters if adapter_slots(workers) else 0
 
 
@@ -94,15 +120,11 @@ def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
         workers = recorded_workers(row) if is_routed(row) else ()
         folders = {_resolved(spec.checkpoint) for spec in workers}
         if adapter_slots(workers) and len(folders) == 1:
-            config = workers[0].config
             found.append(
                 VariantServer(
                     deployment=row.name,
                     base_directory=folders.pop(),
-                    max_rank=config.adapter_rank,
-                    max_delta_bytes=config.delta_mib << 20,
-                    delta_format=config.delta_format,
-                    engine=config.engine,
+                    worker=workers[0],
                 )
             )
     return tuple(found)
@@ -213,6 +235,7 @@ def _route(variant: VariantRow, server: VariantServer) -> VariantRoute:
         num_tensors=None if variant.is_delta else 2 * variant.num_modules,
         pinned=variant.pinned,
         base_directory=server.base_directory if is_unchecked else None,
+        place_share=server.place_share(variant),
     )
 
 

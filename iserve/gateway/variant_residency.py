@@ -111,7 +111,7 @@ class VariantResidency:
             worker = self._workers.get(target.url)
             if worker is None:
                 places = max(1, route.adapter_slots), max(1, route.loaded_adapters)
-                state = WorkerVariants(*places, lambda name: reload_s(self._current.get(name)))
+                state = WorkerVariants(*places, lambda name: reload_s(self._current.get(name)), self._share)
                 worker = self._workers[target.url] = VariantWorker(target, state)
             elif not target.ready or target.token != worker.target.token:
                 worker.forget()
@@ -120,16 +120,15 @@ class VariantResidency:
             worker.failed.keep(self._current.keys())
             if route.adapter_slots:
                 worker.state.slots, worker.state.max_loaded = route.adapter_slots, route.loaded_adapters
-            worker.state.pinned = frozenset(protected_pins(pinned, worker.state.max_loaded))
+            worker.state.pinned = frozenset(protected_pins(pinned, worker.state.max_loaded, self._share))
         for url in self._workers.keys() - {target.url for target in route.workers}:
             self._workers[url].is_listed = False
             self._drop_unused(url)
         self._maintain()
         self.preload()
 
-    def _num_bytes(self, name: str) -> int:
-        """Return the bytes of a variant; 0: of one that has left the table."""
-        return self._current[name].num_bytes if name in self._current else 0
+    def _share(self, name: str) -> float:
+        return self._current[name].place_share if name in self._current else 1.0
 
     def resolve(self, request: VariantRequest) -> None:
         """Let a request that has no worker yet be for the variant's content of the table in force.
@@ -416,7 +415,8 @@ class VariantResidency:
             if not before - {name} or name not in worker.state.in_flight or not is_current:
                 raise  # there is nothing to unload, or no request that it would be for
             if worker.state.loaded - {name}:
-                evicted = worker.shrink(name, self._loop.time(), self._wanted, self._num_bytes)
+                bytes_of = {one: route.num_bytes for one, route in self._current.items()}
+                evicted = worker.shrink(name, self._loop.time(), self._wanted, lambda one: bytes_of.get(one, 0))
                 _log.warning("worker %s: %s; unloaded for it: %s", worker.target.worker_id, error, evicted)
                 if evicted is None:
                     del worker.loads[name]  # at once: a request that found this task would ask without end

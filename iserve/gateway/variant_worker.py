@@ -101,9 +101,9 @@ class VariantWorker:
         name: str,
         now_s: float,
         wanted: Collection[str],
-        size: Callable[[str], float] = lambda variant: 1.0,
+        size: Callable[[str], float] | None = None,
     ) -> tuple[str, ...] | None:
-        """Count as many places as there are loaded variants but ``name``, for which they left no memory.
+        """Count as many places as the loaded variants but ``name`` take, for which they left no memory.
 
         So it is until the next table. Returns what is unloaded for ``name``; None: all of them are in flight, or
         being loaded, whose unload would wait for a load that may wait for this one.
@@ -113,8 +113,8 @@ class VariantWorker:
         """
         state = self.state
         state.unload(name)
-        state.max_loaded = max(1, len(state.loaded))
-        state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded))
+        state.max_loaded = state.taken or 1.0
+        state.pinned = frozenset(protected_pins(sorted(state.pinned), state.max_loaded, state.share))
         evicted = state.evictions(name, now_s, wanted, size=size)
         state.load(name, now_s)
         return None if evicted is None or self.loads.keys() & evicted else evicted

@@ -46,6 +46,8 @@ class Cold:
     zipf: tuple[Answer, ...]
     alone: tuple[Answer, ...]  # each for an adapter that was never loaded
     clients: tuple[Answer, ...] = ()  # of the clients next to these
+    share: float = 1.0  # of a place, that each of them takes
+    arm_shares: tuple[float, ...] = (1.0,)  # that the adapters of the arms take, in turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,8 @@ def predicted(found: VariantContest, cold: Cold) -> tuple[int, int]:
         max_outstanding=BATCH,
         variant_bytes=cold.adapter_bytes,
         load_bytes_per_s=cold.adapter_bytes * cold.loads / cold.load_s,
+        share_of=dict.fromkeys((one.model for one in cold.zipf), cold.share)
+        | dict(zip(adapter_names(MOST), itertools.cycle(cold.arm_shares), strict=False)),
     )
     before = replay_variants(arrivals, workers)
     after = replay_variants([*arrivals, *_arrivals(cold.zipf, began_s)], workers)

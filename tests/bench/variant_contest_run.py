@@ -44,6 +44,7 @@ from typing import Any
 import aiohttp
 
 from fingerprint.codec import from_json, to_json
+from fingerprint.config import DeploymentConfig
 from tests.bench.engine_contest_run import FOLDER, Worker, _nvidia, _version, _wait_for, write_models
 from tests.bench.kept import read_kept, write_kept
 from tests.bench.lora_adapters import write_adapter, write_checkpoint
@@ -64,6 +65,7 @@ from tests.bench.variant_contest import (
 RANKS, CONTENTS = (64, 16, 8), 4
 COUNTS, CLIENTS, ARM_S, ROUNDS = (1, 8, 32, 128), 32, 30.0, 2
 INPUT = 256
+COLD_RANK = 8  # of q and v
 COLD, COLD_S, COLD_ALONE = 1000, 60.0, 100
 SLOTS, RANK, CONTEXT = 32, 64, 1024
 KV_GIB = 10
@@ -291,7 +293,7 @@ class _Play:
     async def _add_cold(self, session: aiohttp.ClientSession, base: str, part: int, parts: int) -> None:
         for number, name in list(enumerate(cold_names(self._cold)))[part::parts]:
             folder = FOLDER / f"adding-{part}"
-            write = partial(write_adapter, folder, self._config, 8, seed=1000 + number, deviation=0.05)
+            write = partial(write_adapter, folder, self._config, COLD_RANK, seed=1000 + number, deviation=0.05)
             await asyncio.to_thread(write, modules=("q_proj", "v_proj"))
             await self._home.add(session, name, base, folder)
 
@@ -346,7 +348,7 @@ class _Play:
             cold=Cold(
                 registered=self._cold,
                 slots=SLOTS,
-                max_loaded=4 * SLOTS,
+                max_loaded=4 * SLOTS,  # places
                 adapter_bytes=adapter_bytes,
                 add_s=add_s,
                 loads=round(after["loads_count"] - before["loads_count"]),
@@ -355,8 +357,14 @@ class _Play:
                 zipf=tuple(map(_short, zipf)),
                 clients=tuple(map(_short, clients)),
                 alone=tuple(map(_short, alone)),
+                share=_share(COLD_RANK),
+                arm_shares=tuple(map(_share, RANKS)),
             )
         )
+
+
+def _share(rank: int) -> float:
+    return DeploymentConfig(engine="vllm", adapter_slots=SLOTS, adapter_rank=RANK).place_share(rank)
 
 
 def _short(answer: Answer) -> Answer:

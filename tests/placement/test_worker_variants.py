@@ -1,4 +1,4 @@
-"""Eviction by frequency, reload time and size: against a sum over all that could go, and in replays."""
+"""Places of loaded variants, and eviction by frequency, reload time and size: by sums over all, and in replays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fingerprint.load_time import recorded_load_s
-from placement.worker_variants import WorkerVariants
+from placement.worker_variants import WorkerVariants, protected_pins
 from traces.simulator import variants as replays
 from traces.simulator.variants import VariantArrival, VariantWorkers, replay_variants
 
@@ -69,6 +69,54 @@ def test_slots_are_of_those_in_flight_and_used_last() -> None:
     assert found.in_slots == {"c", "d"}
     found.admit("a", 9.0)
     assert found.in_slots == {"a", "d"}
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=8, max_size=8),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3)), max_size=60),
+)
+def test_loaded_variants_take_no_more_than_the_places_and_none_goes_that_needs_not(
+    shares: list[int], places: int, turns: list[tuple[str, int]]
+) -> None:
+    share_of = {name: share / 64 for name, share in zip(NAMES, shares, strict=True)}
+    found = WorkerVariants(1, places, share=lambda name: share_of[name])
+    in_flight: list[str] = []
+    for at_s, (name, leaves) in enumerate(turns):
+        for _ in range(min(leaves, len(in_flight))):
+            found.leave(in_flight.pop(0))
+        if not found.has_slot(name):
+            continue
+        before = set(found.loaded)
+        evicted = found.evictions(name, float(at_s))
+        assert evicted is not None  # places for all that is in flight
+        assert not {*evicted} & {*in_flight}
+        if name not in found.loaded:
+            free = places - sum(share_of[one] for one in before) + sum(share_of[one] for one in evicted)
+            assert share_of[name] <= free
+            assert not [one for one in evicted if share_of[name] <= free - share_of[one]]
+            found.load(name, float(at_s), evicted)
+        found.admit(name, float(at_s))
+        in_flight.append(name)
+        assert found.taken == sum(share_of[one] for one in found.loaded) <= places
+
+
+def test_small_ones_share_a_place() -> None:
+    found = WorkerVariants(1, 2, share=lambda name: 1.0 if name.isupper() else 0.25)
+    for at_s, name in enumerate("Aabcd"):
+        assert found.evictions(name, float(at_s)) == ()
+        found.load(name, float(at_s))
+    found.admit("A", 5.0)
+    found.leave("A")
+    assert found.evictions("e", 6.0) == ("a",)
+    assert found.evictions("B", 6.0) == ("a", "b", "c", "d")
+    assert found.evictions("B", 6.0, {"a", "b", "c", "d"}) == ("A",)  # that is enough
+
+
+def test_pinned_variants_leave_one_place() -> None:
+    assert protected_pins("abcdef", 2.0, lambda name: 0.25) == ("a", "b", "c", "d")
+    assert protected_pins("abc", 2.0) == ("a",)
+    assert protected_pins("abc", 0.5, lambda name: 0.125) == ()
 
 
 @pytest.mark.parametrize("large_mib", [7, 52, 350, 2300])

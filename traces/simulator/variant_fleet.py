@@ -86,10 +86,11 @@ class VariantFleet(Generic[_Request, _Worker]):
 
     Args:
         slots: distinct variants in flight at a worker at most.
-        max_loaded: variants loaded at a worker at most.
+        max_loaded: places of loaded variants at a worker.
         registered: variants that idle workers load before they are asked for.
         judge: rejects late requests; None: none is late.
         reload_s: returns the time of a load of a variant, by which it is kept.
+        share: returns the share of a place that a variant takes.
 
     Raises:
         ConfigError: fewer places than slots, or none.
@@ -104,9 +105,10 @@ class VariantFleet(Generic[_Request, _Worker]):
         registered: Iterable[str] = (),
         judge: Judge[_Request, _Worker] | None = None,
         reload_s: Callable[[str], float] = lambda variant: 1.0,
+        share: Callable[[str], float] = lambda variant: 1.0,
     ) -> None:
         WorkerVariants(slots, max_loaded)  # checked
-        self._reload_s = reload_s
+        self._reload_s, self._share = reload_s, share
         self._judge = judge
         self._registered = tuple(registered)
         self._policy, self._slots, self._max_loaded, self._sender = policy, slots, max_loaded, sender
@@ -117,7 +119,8 @@ class VariantFleet(Generic[_Request, _Worker]):
 
     def enter(self, worker: _Worker) -> None:
         """Take in a worker, which has nothing loaded."""
-        self._places[worker] = _Place[_Request](WorkerVariants(self._slots, self._max_loaded, self._reload_s))
+        variants = WorkerVariants(self._slots, self._max_loaded, self._reload_s, self._share)
+        self._places[worker] = _Place[_Request](variants)
 
     def remove(self, worker: _Worker) -> None:
         """Forget a worker and all that is in flight there."""

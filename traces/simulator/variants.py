@@ -72,7 +72,8 @@ class VariantWorkers:
 
     num_workers: int
     slots: int  # distinct variants in flight at a worker
-    max_loaded: int  # variants loaded at a worker
+    max_loaded: int  # places of loaded variants at a worker
+    share_of: Mapping[str, float] = field(default_factory=dict)  # of a place, by variant; the rest take one each
     max_outstanding: int = 256  # requests at a worker
     variant_bytes: int  # of one variant, where ``bytes_of`` has none
     bytes_of: Mapping[str, int] = field(default_factory=dict)  # by variant
@@ -95,6 +96,10 @@ class VariantWorkers:
     def load_s(self, variant: str) -> float:
         """Return the time of a load of ``variant``."""
         return self.bytes_of.get(variant, self.variant_bytes) / self.load_bytes_per_s
+
+    def share(self, variant: str) -> float:
+        """Return the share of a place that ``variant`` takes."""
+        return self.share_of.get(variant, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +221,7 @@ class _Replay:
         self._to_arrive: Iterator[_Request] = iter(())  # of a closed loop
         self._workers = [_Worker(workers) for _ in range(workers.num_workers)]
         self._fleet = VariantFleet[_Request, _Worker](
-            policy, workers.slots, workers.max_loaded, self, reload_s=workers.load_s
+            policy, workers.slots, workers.max_loaded, self, reload_s=workers.load_s, share=workers.share
         )
         for worker in self._workers:
             self._fleet.enter(worker)

@@ -164,6 +164,13 @@ class VllmEngine(ExternalEngine):
                 "of an environment that has one"
             )
 
+    def shares_places(self, spec: WorkerSpec) -> bool:
+        """Return whether the worker has our plug-in, which counts so."""
+        try:
+            return may_use_plug_in(spec) and _takes_plug_in(self.installed(spec.engine_version))
+        except EngineError:
+            return False
+
     def warm_up_bursts(self, spec: WorkerSpec) -> tuple[Burst, ...]:
         return () if spec.profiling else launch.warm_up_bursts(spec.limits)
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fingerprint.config import ADAPTER_RANKS, DeploymentConfig, SlotFormat
 from tests.daemon.engines.recorded_kernels import recorded_kernels
 from tests.daemon.variant_kernels import VARIANTS_PATH, variant_module
 from tests.golden_words import Golden
@@ -85,6 +87,17 @@ def test_settings_are_read_as_they_were_given() -> None:
 def test_settings_that_are_none_are_refused(given_value: object, golden: Golden) -> None:
     with golden.raises("engines", ValueError):
         read_settings({"iserve_deltas": given_value})
+
+
+@pytest.mark.parametrize("slot_rank", ADAPTER_RANKS)
+def test_the_gateway_counts_the_shares_of_places_that_the_worker_keeps(slot_rank: int) -> None:
+    config = DeploymentConfig(engine="vllm", adapter_slots=4, adapter_rank=slot_rank)
+    shares = [settings_module.place_share(rank, slot_rank) for rank in range(1, slot_rank + 1)]
+    assert shares == [config.place_share(rank) for rank in range(1, slot_rank + 1)]
+    assert shares == sorted(shares)
+    assert all(rank / slot_rank <= share for rank, share in enumerate(shares, 1))
+    assert (shares[0], shares[-1]) == (1 / settings_module.PER_PLACE, 1.0)
+    assert replace(config, delta_format=SlotFormat.INT2).place_share(1) == 1.0
 
 
 class TestPlacement:

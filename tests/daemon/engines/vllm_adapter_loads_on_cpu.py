@@ -302,7 +302,7 @@ def a_refusal_is_not_logged_and_an_error_is() -> None:
 
 
 @case
-def vllms_own_manager_stays_without_the_setting() -> None:
+def no_thread_loads_without_the_setting() -> None:
     from iserve_variants.settings import adapter_loads_config
     from iserve_variants.vllm_aside import AsideWorkerManager
 
@@ -313,6 +313,69 @@ def vllms_own_manager_stays_without_the_setting() -> None:
     plain = tiny_model(adapters_alone=True).runner.lora_manager
     assert not isinstance(plain, AsideWorkerManager)
     assert adapter_loads_config() == {"iserve_adapter_loads": {"background": 1}}
+
+
+@case
+def adapters_of_small_ranks_share_places() -> None:
+    """Eight places of rank 8: what is kept, against the shares of those that were loaded or used last."""
+    from iserve_variants.settings import PER_PLACE, place_share
+
+    for kind in ({"adapters_alone": True}, {"adapters_alone": True, "loads_adapters_aside": True}):
+        with tempfile.TemporaryDirectory() as place:
+            tiny, used = tiny_model(**kind), list[tuple[int, int]]()
+            for number in range(1, 100):
+                tiny.runner.lora_manager._waits = True  # as for what a step needs
+                rank = (1, 4, 8, 1, 2)[number * number % 5] if number > 70 else 1
+                folder = write_adapter(Path(place) / str(number), number, rank=rank)
+                assert tiny.runner.add_lora(request(number, folder))
+                used.append((number, rank))
+                if number % 3 == 0:  # a step with one that is kept, though it may have lost its slot
+                    old = used.pop(len(used) // 2)
+                    tiny.runner._set_active_loras(
+                        (old[0],), (old[0],), {request(old[0], Path(place) / str(old[0]))}
+                    )
+                    used.append(old)
+                while sum(place_share(one, 8) for _, one in used) > 8:
+                    used.pop(0)
+                assert tiny.runner.list_loras() == {one for one, _ in used}, number
+                assert len(used) <= 8 * PER_PLACE
+            assert len(used) < 8 * PER_PLACE
+    deltas = tiny_model(background=False).manager
+    assert (deltas.capacity, tiny.manager.capacity) == (8, 8 * PER_PLACE)
+
+
+@case
+def a_step_with_loaded_adapters_lists_none() -> None:
+    """The adapters and their slots are those that vLLM's own manager has."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    with adapters(SLOTS + 2) as folders:
+        requests = [request(number, folder) for number, folder in enumerate(folders, 1)]
+        found = []
+        for theirs in (False, True):
+            tiny, listed = tiny_model(adapters_alone=True), list[str]()
+            kind = type(tiny.runner.lora_manager)
+            names = ("add_adapter", "list_adapters")
+            with pytest.MonkeyPatch.context() as patch:
+                if theirs:
+                    for name in names:
+                        patch.setattr(kind, name, getattr(LRUCacheWorkerLoRAManager, name))
+                for one in requests:
+                    tiny.runner.add_lora(one)
+                slots = []
+                for ids in ((1, 2), (2, 1), (3, 4, 5), (5,), (1, 5, 4), (1, 5, 4)):
+                    own = kind.list_adapters
+                    patch.setattr(
+                        kind, "list_adapters", lambda self, own=own, listed=listed: listed.append("") or own(self)
+                    )
+                    del listed[:]
+                    had_slots = set(ids) <= set(tiny.manager.lora_index_to_id)
+                    tiny.runner._set_active_loras(ids, ids, {requests[one - 1] for one in ids})
+                    slots.append(tuple(tiny.manager.lora_index_to_id))
+                    assert theirs or not (had_slots and listed)
+                    patch.setattr(kind, "list_adapters", own)
+            found.append(slots)
+        assert found[0] == found[1]
 
 
 if __name__ == "__main__":

@@ -53,12 +53,19 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_LAYERS}/classifier.py:BaseClassificationHeadWithLoRA": ((), ()),
     f"{_LAYERS}/vocab_parallel_embedding.py:VocabParallelEmbeddingWithLoRA": (("set_lora", "reset_lora"), ()),
     f"{_LAYERS}/utils.py:LoRAMapping": ((), ("index_mapping", "prompt_mapping", "is_prefill", "type")),
-    "lora/lora_model.py:LoRAModel": (("__init__", "from_lora_tensors"), ("id", "loras")),
+    "lora/lora_model.py:LoRAModel": (("__init__", "from_lora_tensors"), ("id", "loras", "rank")),
     "lora/lora_weights.py:LoRALayerWeights": (("__init__", "optimize"), ("lora_a", "lora_b")),
     "lora/model_manager.py:LoRAModelManager": (
         (
             *("_init_punica_wrapper", "_create_lora_modules", "_set_adapter_mapping", "activate_adapter"),
-            *("register_module", "set_adapter_mapping", "lora_slots", "adapter_slots", "deactivate_adapter"),
+            *(
+                "register_module",
+                "set_adapter_mapping",
+                "lora_slots",
+                "adapter_slots",
+                "deactivate_adapter",
+                "capacity",
+            ),
             *("add_adapter", "remove_adapter", "remove_all_adapters", "list_adapters", "get_adapter"),
             *("_deactivate_adapter", "_add_adapter", "_create_merged_loras_inplace", "_get_lora_layer_weights"),
         ),
@@ -105,7 +112,10 @@ USED: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "utils/cache.py:LRUCache": (("cache", "pop", "touch", "remove_oldest"), ()),
     "lora/request.py:LoRARequest": ((), ("load_inplace", "lora_int_id", "lora_name", "lora_path")),
-    "config/lora.py:LoRAConfig": ((), ("fully_sharded_loras", "max_loras", "specialize_active_lora")),
+    "config/lora.py:LoRAConfig": (
+        (),
+        ("fully_sharded_loras", "max_lora_rank", "max_loras", "specialize_active_lora"),
+    ),
     "config/model.py:ModelConfig": ((), ("dtype",)),
     "model_executor/models/utils.py:WeightsMapper": (("get_rename_mapper", "_map_name"), ()),
     "model_executor/models/interfaces.py:SupportsQuant": ((), ("hf_to_vllm_mapper",)),

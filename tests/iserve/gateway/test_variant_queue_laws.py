@@ -24,7 +24,7 @@ from iserve.gateway.variant_loader import VariantLoader
 from iserve.gateway.variant_residency import NoPlaceError, VariantRequest, VariantResidency
 from iserve.gateway.worker_http import NotBegunError
 from iserve.http_stream import NotReachedError
-from iserve.route_table import Route, VariantRoute, WorkerTarget
+from iserve.route_table import Route, WorkerTarget
 from placement.variant_routing import DeltaZip, FirstComeFirstServed, LeastLoaded, VariantPolicy
 from tests.iserve.gateway.variant_requests import variant
 
@@ -85,6 +85,7 @@ class Line:
 
     def __post_init__(self) -> None:
         residency = partial(VariantResidency, loader=self.loads, observer=Metrics(), policy=self.policy)
+        self.variants = self.route.variants
         self.deployment = Deployment(self.route, 1000, 600.0, residency)
 
     @property
@@ -139,7 +140,7 @@ class Line:
 
     def change_table(self, number: int) -> None:
         """Let a variant leave the table, or enter it again."""
-        changed: VariantRoute = VARIANTS[number % len(VARIANTS)]
+        changed = self.variants[number % len(self.variants)]
         variants = self.deployment.route.variants
         rest = tuple(one for one in variants if one is not changed)
         now = rest if len(rest) < len(variants) else (*variants, changed)
@@ -166,7 +167,7 @@ class Line:
         states = {url: worker.state for url, worker in self.residency._workers.items()}
         for state in states.values():
             assert len(state.in_flight) <= state.slots
-            assert len(state.loaded) <= state.max_loaded
+            assert state.taken <= state.max_loaded
         with_room = [
             states[target.url]
             for target in self.deployment.route.workers
@@ -215,7 +216,10 @@ def routes(draw: st.DrawFn) -> Route:
         workers=workers,
         adapter_slots=slots,
         loaded_adapters=slots + draw(st.integers(0, 1)),
-        variants=tuple(replace(one, pinned=index in pinned) for index, one in enumerate(VARIANTS)),
+        variants=tuple(
+            replace(one, pinned=index in pinned, place_share=draw(st.sampled_from((1.0, 0.5, 0.125))))
+            for index, one in enumerate(VARIANTS)
+        ),
     )
 
 

@@ -32,3 +32,13 @@ def test_one_that_is_being_loaded_does_not_give_way() -> None:
         return found
 
     assert asyncio.run(shrink()) is None
+
+
+def test_small_ones_that_left_no_memory_count_as_what_they_take() -> None:
+    """Two adapters of an eighth each fill the memory: all of it is for one more of any size."""
+    state = WorkerVariants(2, 4, share=lambda name: 0.125 if name.startswith("small") else 1.0)
+    for name in ("small-1", "small-2", "large"):
+        state.load(name, 0.0)
+    worker = VariantWorker(WorkerTarget(worker_id="w", url="http://127.0.0.1:1", ready=True), state)
+    assert worker.shrink("large", 1.0, ()) == ("small-1", "small-2")
+    assert state.max_loaded == 0.25

@@ -33,20 +33,20 @@ def register() -> None:
     from iserve_variants.vllm_layers import LAYERS
     from iserve_variants.vllm_manager import DeltaWorkerManager
     from iserve_variants.vllm_operators import register_operators
+    from iserve_variants.vllm_places import SharingWorkerManager
 
     if LAYERS[0] in utils._all_lora_classes:
         return
     register_operators()
     hide_refusals()
     lora_model.safetensors = AdapterFiles
-    theirs = mixin.LRUCacheWorkerLoRAManager
 
     def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         if wants_adapter_kernels(vllm_config.additional_config):
             from iserve_variants.vllm_adapters import use_adapter_kernels
 
             use_adapter_kernels()
-        kind = theirs
+        kind = SharingWorkerManager
         if read_settings(vllm_config.additional_config) is not None:
             kind = DeltaWorkerManager
         elif wants_background_adapters(vllm_config.additional_config):

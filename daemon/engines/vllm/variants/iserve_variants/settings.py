@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import ceil
 from typing import Any
 
 from iserve_variants.formats import FORMATS
@@ -16,12 +17,14 @@ __all__ = [
     "ADAPTERS_KEY",
     "ADAPTER_LOADS_KEY",
     "KEY",
+    "PER_PLACE",
     "RELEASES",
     "REVISION",
     "Settings",
     "adapter_loads_config",
     "adapters_config",
     "check_release",
+    "place_share",
     "read_settings",
     "wants_adapter_kernels",
     "wants_background_adapters",
@@ -32,6 +35,8 @@ ADAPTERS_KEY = "iserve_adapters"
 _ADAPTERS = {"kernels": 1}  # raise it where compiled graphs with our kernels of adapters change
 ADAPTER_LOADS_KEY = "iserve_adapter_loads"
 _ADAPTER_LOADS = {"background": 1}
+PER_PLACE = 8  # adapters that share a place at most
+_SHARE_STEPS = 64  # in which shares are counted: their sums are exact
 REVISION = 1  # raise it where compiled graphs change
 RELEASES = ("0.33.0",)  # of vLLM, whose sources the plug-in was written for
 
@@ -94,6 +99,11 @@ def read_settings(additional_config: object) -> Settings | None:
 def adapters_config() -> dict[str, Any]:
     """Return what ``--additional-config`` has to hold for our kernels of adapters."""
     return {ADAPTERS_KEY: dict(_ADAPTERS)}
+
+
+def place_share(rank: int, slot_rank: int) -> float:
+    """Return the share that an adapter of ``rank`` takes of a place for one of ``slot_rank``."""
+    return min(1.0, max(1 / PER_PLACE, ceil(_SHARE_STEPS * rank / slot_rank) / _SHARE_STEPS))
 
 
 def wants_adapter_kernels(additional_config: object) -> bool:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from vllm.lora import lora_model, lora_weights, model_manager
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from iserve_variants.background import BackgroundLoader, Pauses
 from iserve_variants.refusals import StillReadError
 from iserve_variants.settings import wants_background_adapters
 from iserve_variants.tensor_file import AdapterFile
+from iserve_variants.vllm_places import SharingModelManager, SharingWorkerManager
 
 __all__ = [
     "AdapterFiles",
@@ -102,7 +101,7 @@ class _Asked:
     request: Any = field(compare=False)
 
 
-class AsideModelManager(LRUCacheLoRAModelManager):
+class AsideModelManager(SharingModelManager):
     """Manager of a model, a slot of which a thread may be filling."""
 
     filling: AdapterLoads | None = None
@@ -110,7 +109,7 @@ class AsideModelManager(LRUCacheLoRAModelManager):
     def activate_adapter(self, lora_id: int) -> bool:
         """Give an adapter a slot; one that was filled with it needs no copy."""
         if self.filling is not None:
-            self.filling.place(self._registered_adapters.cache.get(lora_id))
+            self.filling.place(self.get_adapter(lora_id))
         return bool(super().activate_adapter(lora_id))
 
     def _deactivate_adapter(self, lora_id: int) -> None:
@@ -285,7 +284,7 @@ class AdapterLoads:
             pause()
 
 
-class AsideWorkerManager(LRUCacheWorkerLoRAManager):
+class AsideWorkerManager(SharingWorkerManager):
     """Worker's manager that loads adapters next to steps, where the configuration asks for it."""
 
     _manager_cls = AsideModelManager
@@ -321,7 +320,8 @@ class AsideWorkerManager(LRUCacheWorkerLoRAManager):
         Raises:
             StillReadError: its thread has not ended.
         """
-        is_aside = self.reads_aside(lora_request) and lora_request.lora_int_id not in self.list_adapters()
+        is_there = lora_request.lora_int_id in self._adapter_manager._registered_adapters
+        is_aside = self.reads_aside(lora_request) and not is_there
         if is_aside and not self._waits and not self.loads.is_ready(lora_request):  # type: ignore[union-attr]
             raise StillReadError("adapter", lora_request.lora_name)
         added = super().add_adapter(lora_request)

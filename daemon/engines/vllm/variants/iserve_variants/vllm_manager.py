@@ -51,6 +51,8 @@ class DeltaModel(LoRAModel):
 class DeltaModelManager(AsideModelManager):
     """Manager of a model whose slots hold adapters and deltas."""
 
+    per_place = 1
+
     def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
         super()._init_punica_wrapper(max_num_batched_tokens, vllm_config)
         settings = read_settings(vllm_config.additional_config)
@@ -122,7 +124,7 @@ class DeltaModelManager(AsideModelManager):
         A slot and its place are independent: rows of a delta are those of no adapter to the adapters' kernels, and
         rows of an adapter are not routed. So nothing of a former adapter or delta is cleared.
         """
-        adapter = self._registered_adapters.cache.get(lora_id)
+        adapter = self.get_adapter(lora_id)
         if not isinstance(adapter, DeltaModel):
             changed = super().activate_adapter(lora_id)
         elif changed := lora_id not in self._active_adapters:
@@ -156,7 +158,7 @@ class DeltaModelManager(AsideModelManager):
         slot_of_delta = {
             lora_id: self.runtime.places.of(slot)
             for slot, lora_id in enumerate(self.lora_index_to_id)
-            if lora_id is not None and isinstance(self._registered_adapters.cache.get(lora_id), DeltaModel)
+            if lora_id is not None and isinstance(self.get_adapter(lora_id), DeltaModel)
         }
         self.runtime.routes.update(mapping.index_mapping, mapping.prompt_mapping, slot_of_delta)
         if slot_of_delta:
@@ -242,10 +244,9 @@ class DeltaWorkerManager(AsideWorkerManager):
         manager = self._adapter_manager
         if not (manager.settings.adapters and manager.settings.graphs_by_kind):
             return None
-        registered = manager._registered_adapters.cache
 
         def is_delta(lora_request: Any) -> bool:
-            adapter = registered.get(lora_request.lora_int_id)
+            adapter = manager.get_adapter(lora_request.lora_int_id)
             if adapter is None:  # the step loads it
                 return _is_delta(request_folder(lora_request))
             return isinstance(adapter, DeltaModel)
