@@ -48,11 +48,8 @@ class VariantServer:
 
     deployment: str
     base_directory: str
-    worker: WorkerSpec  # one of its workers, all of which are alike
-
-    @property
-    def config(self) -> DeploymentConfig:
-        return self.worker.config
+    config: DeploymentConfig  # of its workers
+    shares_places: bool = False  # whether adapters of small ranks share places there
 
     @property
     def engine(self) -> str:
@@ -79,7 +76,7 @@ class VariantServer:
 
     def place_share(self, variant: VariantRow) -> float:
         """Return the share that a variant takes of a place at a worker."""
-        if variant.is_delta or not get_engine(self.engine).shares_places(self.worker):
+        if variant.is_delta or not self.shares_places:
             return 1.0
         return self.config.place_share(variant.max_rank)
 
@@ -124,7 +121,8 @@ def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
                 VariantServer(
                     deployment=row.name,
                     base_directory=folders.pop(),
-                    worker=workers[0],
+                    config=workers[0].config,
+                    shares_places=get_engine(workers[0].config.engine).shares_places(workers[0]),
                 )
             )
     return tuple(found)

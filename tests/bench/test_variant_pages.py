@@ -22,6 +22,8 @@ from tests.daemon.engines.vllm_worker_spec import LLAMA_8B
 DOCS = Path(__file__).parents[2] / "docs"
 TABLES = (
     bench.contest_table,
+    bench.again_table,
+    bench.parts_table,
     bench.steps_table,
     bench.loads_table,
     bench.ways_table,

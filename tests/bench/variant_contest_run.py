@@ -71,7 +71,7 @@ SLOTS, RANK, CONTEXT = 32, 64, 1024
 KV_GIB = 10
 NAME = "model"
 FILE = "variant_contest.json.gz"
-START_S, ADD_S = 420.0, 240.0
+START_S, ADD_S = 720.0, 240.0
 FIRST_PORT = 18_300  # of three: the gateway's, the controller's, that of vLLM by itself
 
 

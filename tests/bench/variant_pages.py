@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fingerprint.codec import from_json
+from tests.bench import lora_load_parts
 from tests.bench.accuracy import RESULTS
 from tests.bench.kept import read_kept
 from tests.bench.lora_contest import ACTIVE, Attempt, Contest
+from tests.bench.lora_load_parts import LoadParts
 from tests.bench.lora_steps_table import Load, LoraSteps
 from tests.bench.variant_clients import Answer, p
 from tests.bench.variant_contest import DIRECT, OURS, Arm, Cold, VariantContest, agreeing_words, predicted
 
 __all__ = [
+    "again_table",
     "agreements",
     "cold_table",
     "cold_times",
@@ -24,10 +27,12 @@ __all__ = [
     "goals_table",
     "kept_contest",
     "kept_loads",
+    "kept_parts",
     "kept_steps",
     "late_cold",
     "loads_table",
     "p99_s",
+    "parts_table",
     "slots_table",
     "steps_of",
     "steps_table",
@@ -37,6 +42,7 @@ __all__ = [
 ]
 
 CONTEST_FILE, STEPS_FILE = "variant_contest_h200.json.gz", "lora_steps_h200.json.gz"
+AGAIN_FILE = "variant_contest_again_h200.json.gz"  # one round, cut off before its last arm
 # By time. What the thread does with the memory that it reads to, in each.
 LOADS_FILES = {
     "lora_loads_h200.json.gz": "copies of tensors",
@@ -49,8 +55,8 @@ DEPLOYED = RESULTS / "lora_contest_h200/deployed"
 _COLUMNS = ((0, 0), (8, 0), (8, 1), (8, 8), (32, 0), (32, 1), (32, 8), (32, 32))  # slots, adapters in use
 
 
-def kept_contest() -> VariantContest:
-    return from_json(read_kept(RESULTS / CONTEST_FILE), VariantContest, what=CONTEST_FILE)
+def kept_contest(file: str = CONTEST_FILE) -> VariantContest:
+    return from_json(read_kept(RESULTS / file), VariantContest, what=file)
 
 
 def kept_steps() -> LoraSteps:
@@ -62,9 +68,25 @@ def kept_loads() -> tuple[LoraSteps, ...]:
     return tuple(from_json(read_kept(RESULTS / file), LoraSteps, what=file) for file in LOADS_FILES)
 
 
-def contest_table() -> str:
+def kept_parts() -> tuple[LoadParts, ...]:
+    """Return the recordings of parts of loads: vLLM's own, then our plug-in's."""
+    files = [RESULTS / "lora_load_parts_h200" / f"{side}.json.gz" for side in ("vllm", "ours")]
+    return tuple(from_json(read_kept(file), LoadParts, what=file.name) for file in files)
+
+
+def parts_table() -> str:
+    """Return the parts of loads of adapters."""
+    return lora_load_parts.table(kept_parts())
+
+
+def again_table() -> str:
+    """Return ``contest_table`` of the later contest."""
+    return contest_table(AGAIN_FILE)
+
+
+def contest_table(file: str = CONTEST_FILE) -> str:
     """Return throughput and P99 of TTFT through iServe and of vLLM by itself, rounds in turn."""
-    by = {(arm.adapters, arm.round, arm.side): arm for arm in kept_contest().arms}
+    by = {(arm.adapters, arm.round, arm.side): arm for arm in kept_contest(file).arms}
     lines = [
         "| adapters | tokens/s, vLLM | iServe / vLLM | P99 of TTFT, vLLM | iServe / vLLM |",
         "|---|--:|--:|--:|--:|",

@@ -422,7 +422,6 @@ def test_the_oldest_deployment_of_the_base_with_slots_serves_a_variant(
     assert (variant.engine_name, variant.content_hash) == (small["engine_name"], small["content_hash"])
     assert (variant.num_bytes, variant.pinned) == (small["size_bytes"], True)
     assert variant.num_tensors == 2 * small["num_modules"]
-    assert variant.place_share == 1.0  # of the embedded engine, whose memory is for each adapter alike
     api.ask("PATCH", f"{VARIANTS}/large", {"pinned": True})
     assert [v.pinned for v in routes(api)["second"].variants] == [True]
     add(api, base, write_adapter(tmp_path / "d"), "another")
