@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -195,6 +196,13 @@ class ModelSpec:
     def is_mixture(self) -> bool:
         """True when some layer has experts."""
         return self.num_experts > 0
+
+    @property
+    def experts_read_by(self) -> float:
+        """Tokens in a step by which nine of ten experts are read, chosen uniformly; 1 of a dense model."""
+        if not 0 < self.experts_per_token < self.num_experts:
+            return 1.0
+        return max(1.0, math.log(1 - 0.9) / math.log(1 - self.experts_per_token / self.num_experts))
 
     @property
     def keeps_state(self) -> bool:

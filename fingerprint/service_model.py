@@ -69,6 +69,8 @@ class ServiceModel:
     """Waits for loads of variants next to the steps, in no time of these; None: there are none."""
     one_load: OneLoad | None = None
     """Load of a variant; None: there are none, or its time is not known."""
+    experts_read_by: float = 1.0
+    """Sequences of which a decode step reads nearly all experts of a mixture; 1: a dense model, or not known."""
     spared_loads_s: tuple[float, ...] = ()
     """Seconds of loads, of those in prompts, that a request at 1, 2, ... replicas is spared at most; at more
     replicas the last."""
@@ -111,6 +113,14 @@ class ServiceModel:
     def alone_s(self) -> float:
         """End-to-end time of a mean request that finds the replica idle."""
         return self.request_s(1)
+
+    @property
+    def idle_s(self) -> float:
+        """Time of a mean request on an idle replica if each step read all weights, as steps under load do.
+
+        That of one alone, but for a mixture: its first sequences each make the next step read further experts.
+        """
+        return self.prompt_s + (self.output_tokens - 1) * _between(self.rounds_s, self.experts_read_by)
 
     def request_s(self, batch: float) -> float:
         """Return the time of a mean request that always runs among ``batch``, with the other requests' prompts."""

@@ -252,7 +252,8 @@ def _service(
         served_tokens=min(spec.max_context_tokens, served),
         largest_batch=largest,
     )
-    return replace(found, fixed_bytes=found.fixed_bytes + _pages_bytes(found, spec))
+    pages_bytes = _pages_bytes(found, spec)
+    return replace(found, fixed_bytes=found.fixed_bytes + pages_bytes, experts_read_by=spec.experts_read_by)
 
 
 def _pages_bytes(option: ServiceModel, spec: ModelSpec) -> int:

@@ -22,8 +22,8 @@ Table = npt.NDArray[np.float64]
 _LOSES = 1.02  # times the rule's latency, from which a plan loses to it
 _PEAK = 1.5  # times the mean rate, known or of the prior, at which the guard of a cost must hold
 _BURST = 2.5  # times a known mean rate, at which no deployment is slower beyond its guard than the rule has it
-# The mean end-to-end time is held to 2.3 times that of an idle replica on the fewest GPUs, where 3 times is
-# promised for the P95 (docs/decisions/0035); of a limit that was given, to the same part.
+# The mean end-to-end time is held to 2.3 times that of an idle replica on the fewest GPUs (``idle_s``), where 3
+# times is promised for the P95 (docs/decisions/0035); of a limit that was given, to the same part.
 _GUARD, _PROMISED = 2.3, 3.0
 _UNPLACED_S = 600.0  # time of a request that is not served, where latencies are compared
 _UNPLACED = 1e3  # score of a deployment still expected that finds no room
@@ -152,7 +152,7 @@ def _over_guard(fleet: Fleet, loads: Loads, peak: FleetForecast) -> Table:
     """Return by how much each deployment breaks its guard [cases, deployments]."""
     least = [fleet.least(row) for row in range(len(fleet.deployments))]
     splits = np.array([0.0 if one.is_split_measured else math.log2(one.config.tp) for one in least])
-    alone = np.array([one.alone_s for one in least]) * (1 + loads.split_loss[:, None] * splits)
+    alone = np.array([one.idle_s for one in least]) * (1 + loads.split_loss[:, None] * splits)
     limits = np.array([one.limit_s or np.nan for one in fleet.deployments])
     promised = np.where(np.isnan(limits), _PROMISED * alone, limits)
     placed = np.isfinite(peak.e2e_s)

@@ -40,6 +40,20 @@ def model(tp: int = 1) -> ServiceModel:
     return service_model(estimator(), DeploymentConfig(tp=tp, engine="vllm"), WORK)
 
 
+def test_an_idle_replica_of_a_dense_model_is_one_request_alone() -> None:
+    """To the bit: what is planned of dense models does not depend on the mixtures' part."""
+    for tp in (1, 2, 8):
+        assert model(tp).idle_s == model(tp).alone_s
+    pipeline = service_model(estimator(), DeploymentConfig(pp=4, engine="vllm"), WORK)
+    assert pipeline.idle_s == pipeline.alone_s
+
+
+def test_an_idle_replica_of_a_mixture_reads_nearly_all_experts_in_each_step() -> None:
+    mixture = replace(model(), experts_read_by=16.0)
+    assert mixture.idle_s == mixture.prompt_s + 199 * mixture.step_of(16)
+    assert mixture.alone_s == model().alone_s
+
+
 class KnownTo:
     """Roofline that answers for batches up to a size, as a profile does."""
 
