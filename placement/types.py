@@ -64,6 +64,12 @@ class BlockDemand:
     last_stage_bytes: int
     fixed_bytes: int  # activations, pipeline buffers, runtime: on every GPU
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all stages together, on one GPU of each."""
+        ends = self.first_stage_bytes + self.last_stage_bytes
+        return self.num_layers * self.layer_bytes + self.pp * self.fixed_bytes + ends
+
     def stage_bytes(self, stage: int, num_layers: int) -> int:
         return (
             num_layers * self.layer_bytes

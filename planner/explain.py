@@ -212,7 +212,9 @@ def _memory(homeless: Sequence[int], room: _Room) -> Relaxation | None:
     short = [
         (lack.shortfall_bytes, row, lack.device)
         for row in homeless
-        if (lack := room.lack(row)) is not None and lack.missing_gpus == 0 < lack.shortfall_bytes
+        if (lack := room.lack(row)) is not None
+        and lack.missing_gpus == 0 < lack.shortfall_bytes
+        and not lack.is_too_large
     ]
     if not short:
         return None
@@ -318,10 +320,12 @@ def _told_nearest(row: int, missed: tuple[Violation, ...], room: _Room) -> Neare
 def _together(row: int, missed: tuple[Violation, ...], room: _Room, cost_unit: str) -> CombinedRelaxation | None:
     """Return what all the limits that the nearest point misses would have to be together.
 
-    None where it is one alone, or where no number would do: GPUs are missing, or only a rate of 0 keeps the SLO.
+    None where it is one alone, or where no number would do: GPUs are missing or too small, or only a rate of 0
+    keeps the SLO.
     """
     lack = room.lack(row)
-    if len(missed) < 2 or (lack is not None and lack.missing_gpus) or any(v.actual <= 0 for v in missed):
+    is_lost = lack is not None and (lack.missing_gpus > 0 or lack.is_too_large)
+    if len(missed) < 2 or is_lost or any(v.actual <= 0 for v in missed):
         return None
     best, changes = room.refused[row], tuple(_change(violation) for violation in missed)
     device = "GPU" if lack is None else lack.device

@@ -70,6 +70,7 @@ class NoRoom(NamedTuple):
     shortfall_bytes: int
     missing_gpus: int = 0
     device: str = "GPU"  # kind of the devices, in messages
+    is_too_large: bool = False  # for idle devices: no memory that is freed would do
 
 
 class LimitKind(StrEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fingerprint.capability import EngineCapabilities
@@ -13,11 +13,13 @@ from iserve.planning.document import CapacityBound, JointPlanDocument
 from iserve.planning.joint_choice import ExpectedModel, JointChoice, JointQuestion, expected_model, joint_choice
 from iserve.planning.joint_promise import promised_choice
 from iserve.planning.launch_limits import largest_step
+from iserve.planning.more_gpus import least_more_gpus, more_gpus_advice
 from iserve.planning.pipeline import (
     Hardware,
     PlanOptions,
     datasheet_estimator,
     make_plan,
+    plan_on,
     ranked_anywhere,
     space,
     with_more,
@@ -56,25 +58,25 @@ def chosen_plan(
     if not options.is_joint(engines, hardware.gpu):
         return make_plan(spec, hardware, estimator, engines, options), None
     plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
-    estimates = [one.estimate for one in plan.candidates if one.feasible and one.estimate is not None]
-    spec = kept or spec
-    asked = JointQuestion(
-        estimates=estimates,
-        spec=spec,
-        hardware=hardware,
-        estimator=estimator,
-        options=options,
-        expected=_expected(hardware, engines, options),
-    )
+    asked = _question(plan, kept or spec, hardware, estimator, engines, options)
+
+    def choice_with(more: int) -> JointChoice | None:
+        """Return the choice on so many more GPUs that serves the rate."""
+        wide = with_more(hardware, more)
+        plan = plan_on(wide, spec, estimator, engines, options.of_one_batch)
+        found = joint_choice(_question(plan, kept or spec, wide, estimator, engines, options))
+        return found if found is not None and found.forecast.utilisation <= 1 else None
+
     choice, served = promised_choice(asked)
     plan = replace(plan, intent=options.intent)
-    if choice is None:
-        asks_more = options.intent.rate_per_s is not None or options.replicas > 1
+    if choice is None and asked.estimates and (options.intent.rate_per_s is not None or options.replicas > 1):
         again = replace(options, expect=0, expected_models=())
-        needed = asks_more and estimates  # else the limits refuse it, whatever the rate and the number
-        return (make_plan(spec, hardware, estimator, engines, again) if needed else plan), None
+        return make_plan(kept or spec, hardware, estimator, engines, again), None
+    num_gpus, has_rate = len(hardware.snapshot.gpus), options.intent.rate_per_s is not None
+    if choice is None:  # the limits refuse it, whatever the rate and the number
+        return (_with_gpus(plan, num_gpus, choice_with) if has_rate else plan), None
     if choice.rate_per_s is not None and choice.forecast.utilisation > 1:
-        return _not_served(plan, choice, asked), None
+        return _with_gpus(_not_served(plan, choice), num_gpus, choice_with), None
     chosen = next(one for one in plan.candidates if one.config == choice.config)
     rest = (one for one in plan.candidates if one is not chosen)
     later = max(options.expect - choice.neighbours - 1, len(options.expected_models)) - choice.unplaced
@@ -86,6 +88,25 @@ def chosen_plan(
         passed_over=(),
         indistinguishable=(),
     ), choice
+
+
+def _question(
+    plan: Plan,
+    spec: ModelSpec,
+    hardware: Hardware,
+    estimator: Estimator,
+    engines: Sequence[EngineCapabilities],
+    options: PlanOptions,
+) -> JointQuestion:
+    """Return the question which of the configurations that are feasible by ``plan`` go where."""
+    return JointQuestion(
+        estimates=[one.estimate for one in plan.candidates if one.feasible and one.estimate is not None],
+        spec=spec,
+        hardware=hardware,
+        estimator=estimator,
+        options=options,
+        expected=_expected(hardware, engines, options),
+    )
 
 
 def _expected(
@@ -163,7 +184,15 @@ def joint_document(choice: JointChoice) -> JointPlanDocument:
     )
 
 
-def _not_served(plan: Plan, choice: JointChoice, asked: JointQuestion) -> Plan:
+def _with_gpus(plan: Plan, num_gpus: int, choice_with: Callable[[int], JointChoice | None]) -> Plan:
+    """Return ``plan``, which nothing is feasible for, with advice on the GPUs that serve the rate."""
+    rest = tuple(one for one in plan.why_not.relaxations if one.limit is not LimitKind.GPUS)
+    if (enough := least_more_gpus(num_gpus, choice_with)) is not None:
+        rest = (*rest, more_gpus_advice(num_gpus, enough[0], enough[1].config, None))
+    return replace(plan, why_not=replace(plan.why_not, relaxations=rest))
+
+
+def _not_served(plan: Plan, choice: JointChoice) -> Plan:
     """Return ``plan`` with every candidate refused: not even the best plan serves the rate."""
     rate = choice.rate_per_s
     assert rate is not None, "asked with a rate only"
@@ -185,14 +214,6 @@ def _not_served(plan: Plan, choice: JointChoice, asked: JointQuestion) -> Plan:
             f"--rate {_rounded_down(highest):g} would admit {choice.config}",
         )
     ]
-    num_gpus = len(asked.hardware.snapshot.gpus)
-    for more in sorted({1, num_gpus}):
-        wider = joint_choice(replace(asked, hardware=with_more(asked.hardware, more), services={}))
-        if wider is not None and wider.forecast.utilisation <= 1:
-            idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
-            text = f"{idle} would admit {wider.config}"
-            advice.append(Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, wider.config, None, text))
-            break
     nearest = Nearest(choice.config, None, f"{choice.config}: {limit.violation(highest).text}")
     return replace(
         plan,

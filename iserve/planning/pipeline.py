@@ -25,6 +25,7 @@ from fingerprint.gpu_spec import GpuSpec
 from fingerprint.model_spec import ModelSpec
 from fingerprint.service_model import LARGEST_BATCH
 from iserve.planning.delta_slots import chooses_by_steps, slots_by_steps
+from iserve.planning.more_gpus import least_more_gpus, more_gpus_advice
 from placement.fit import demand
 from placement.placer_registry import FindsPlaces, check_placement, make_placer
 from placement.policies import DEFAULT_LOAD_THRESHOLD, JOINT
@@ -33,7 +34,7 @@ from placement.types import ClusterSnapshot, GpuState, Placement, Refusal
 from planner.adapter_slots import MOST_SLOTS, AskedVariants, SlotNeed, VariantLoad, slot_need
 from planner.costs import Prices
 from planner.intent import CostModel, Intent, IntentKind, Traffic, check_replicas
-from planner.plan import Candidate, Layout, LimitKind, NoRoom, Plan, Ranked, Relaxation
+from planner.plan import Candidate, Layout, NoRoom, Plan, Ranked
 from planner.rank import best_of, rank
 from planner.space import DRAFT_TOKENS, configuration_space, shape_refusal
 
@@ -52,6 +53,7 @@ __all__ = [
     "in_slots",
     "make_plan",
     "placements_of",
+    "plan_on",
     "prices_of",
     "ranked_anywhere",
     "slots_for",
@@ -265,8 +267,7 @@ def make_plan(
 
     Of a joint plan that is where it starts (``iserve.planning.joint_plan``).
 
-    Where nothing is feasible, one more GPU and twice as many are planned for as well, with all that fits on those,
-    and the fewest that suffice are reported.
+    Where nothing is feasible, more GPUs are planned for as well (``least_more_gpus``), with all that fits there.
 
     Args:
         engines: tables to choose from, in order of preference; a configuration goes to the first that runs it.
@@ -277,28 +278,28 @@ def make_plan(
     check_context(spec, options.workload)
     if not engines:
         raise ConfigError("there is no engine to plan for")
-    plan = _plan_on(hardware, spec, estimator, engines, options)
+    plan = plan_on(hardware, spec, estimator, engines, options)
     if plan.best is not None or hardware.gpu.is_cpu:  # no share is added to a CPU
         return plan
-    num_gpus = len(hardware.snapshot.gpus)
-    for more in sorted({1, num_gpus}):
-        best = _plan_on(with_more(hardware, more), spec, estimator, engines, options).best
-        if best is not None:
-            idle = "one more idle GPU" if more == 1 else f"{more} more idle GPUs"
-            text = f"{idle} would admit {best.config}"
-            advice = Relaxation(LimitKind.GPUS, num_gpus, num_gpus + more, best.config, best.objective, text)
-            why_not = replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice))
-            return replace(plan, why_not=why_not)
-    return plan
+
+    def best_with(more: int) -> Ranked | None:
+        return plan_on(with_more(hardware, more), spec, estimator, engines, options).best
+
+    if (found := least_more_gpus(len(hardware.snapshot.gpus), best_with)) is None:
+        return plan
+    more, best = found
+    advice = more_gpus_advice(len(hardware.snapshot.gpus), more, best.config, best.objective)
+    return replace(plan, why_not=replace(plan.why_not, relaxations=(*plan.why_not.relaxations, advice)))
 
 
-def _plan_on(
+def plan_on(
     hardware: Hardware,
     spec: ModelSpec,
     estimator: Estimator,
     engines: Sequence[EngineCapabilities],
     options: PlanOptions,
 ) -> Plan:
+    """Return ``make_plan`` without advice on more GPUs."""
     candidates = space(spec, hardware.gpu, len(hardware.snapshot.gpus), estimator, engines, options)
     fits = FitsOn(hardware, options)
     return rank(candidates, options.replica_intent, fits=fits, prices=prices_of(hardware.gpu))
@@ -464,12 +465,15 @@ class FitsOn:
             return make_placer(options.policy, snapshot, threshold=threshold, link_group_size=link_group_size)
 
         snapshot, replicas = hardware.snapshot, options.replicas
+        self._largest_bytes = max((gpu.total_bytes for gpu in snapshot.gpus), default=0)
         self._placer = placer_on(snapshot) if replicas == 1 else ReplicaPlacer(snapshot, replicas, placer_on)
 
     def __call__(self, estimate: Estimate) -> Placement | Replicas | NoRoom:
-        answer = self._placer.fit(demand(estimate.memory))
+        needed = demand(estimate.memory)
+        answer = self._placer.fit(needed)
         if isinstance(answer, Refusal):
-            return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device)
+            too_large = needed.total_bytes > needed.pp * self._largest_bytes
+            return NoRoom(answer.reason, answer.shortfall_bytes, answer.missing_gpus, answer.device, too_large)
         return answer
 
 

@@ -10,6 +10,7 @@ from daemon.engines.registry import get_engine
 from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator
+from fingerprint.gpus import gpu_spec
 from iserve.evaluation.truth import true_links
 from iserve.evaluation.world import Truth
 from iserve.planning.joint_plan import chosen_plan
@@ -46,6 +47,37 @@ from tests.iserve.joint_plans import (
     wish,
     workers_of,
 )
+
+MIXTURES = (
+    "Qwen/Qwen3-30B-A3B",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V2-Lite",
+    "Qwen/Qwen3-235B-A22B",
+    "zai-org/GLM-4.5-Air",
+)
+
+# --- GPUs of mixtures
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_cheap_plan_of_a_mixture_holds_the_fewest_gpus_at_any_number_of_them(name: str) -> None:
+    """Hold no further GPUs for 2.3 times the time of a request alone, which no plan keeps."""
+    fewest = {count: choice_of(hardware_on(f"h200:{count}"), wish(), name) for count in (2, 4, 8)}
+    least = spec_of(name).num_params * 1.1 > gpu_spec("h200").memory_bytes  # in fp8
+    assert {choice.config.num_gpus for choice in fewest.values()} == {2 if least else 1}
+    assert {len(choice.placements) for choice in fewest.values()} == {1}
+
+
+@pytest.mark.parametrize("name", MIXTURES[:4])
+def test_a_cheap_plan_of_a_mixture_takes_more_gpus_for_a_rate_that_needs_them(name: str) -> None:
+    hardware = hardware_on("h200:8")
+    alone = choice_of(hardware, wish(rate=1.0), name)
+    assert (alone.config.num_gpus, len(alone.placements)) == (1, 1)
+    most = 1.5 * alone.service.requests_per_s(alone.service.knee_batch)
+    loaded = choice_of(hardware, wish(rate=most), name)
+    assert loaded.config.num_gpus * len(loaded.placements) > 1
+
 
 # --- memory
 
@@ -169,6 +201,34 @@ def test_a_rate_that_more_gpus_serve_is_refused_with_their_number(kind: IntentKi
     assert 4 < advice.needed <= 8
     wider = with_more(hardware, int(advice.needed) - 4)
     assert choice_of(wider, wish(kind, rate)).config == advice.config
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rate", "name"),
+    [
+        pytest.param("a6000:1", 60.0, LLAMA, id="several-times-as-many"),
+        pytest.param("h100:1", 20.0, "meta-llama/Llama-3.1-70B", id="split-over-gpus-of-which-there-is-one"),
+        pytest.param("h100:4", 5.0, "meta-llama/Llama-3.1-405B", id="does-not-fit-without-the-rate"),
+    ],
+)
+def test_gpus_that_are_advised_with_a_rate_serve_it_and_one_less_does_not(
+    gpus: str, rate: float, name: str
+) -> None:
+    kind = gpus.partition(":")[0]
+    plan, choice = chosen(hardware_on(gpus), wish(rate=rate), name)
+    assert (plan.best, choice) == (None, None)
+    advice = relaxation(plan, LimitKind.GPUS)
+    assert choice_of(hardware_on(f"{kind}:{advice.needed:.0f}"), wish(rate=rate), name).config == advice.config
+    assert chosen(hardware_on(f"{kind}:{advice.needed - 1:.0f}"), wish(rate=rate), name)[1] is None
+
+
+def test_no_more_free_memory_is_advised_than_a_gpu_has() -> None:
+    """A quarter of 405B in fp8 is beyond any H100; what is in use on one may be freed."""
+    plan, _ = chosen(hardware_on("h100:4"), wish(), "meta-llama/Llama-3.1-405B")
+    assert {one.limit for one in plan.why_not.relaxations} == {LimitKind.GPUS}
+    taken, _ = chosen(hardware_on("h100:1", taken=0.95), wish())
+    needed = relaxation(taken, LimitKind.MEMORY).needed
+    assert 0 < needed < 0.95 * gpu_spec("h100").memory_bytes
 
 
 def test_a_rate_that_no_number_of_gpus_tried_serves_has_no_advice_to_add_some() -> None:
