@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from fingerprint.load_time import recorded_load_s
 from fingerprint.variant_measurements import VariantKind
 from tests.bench import variant_costs_vllm as costs
 from tests.bench import variant_pages as bench
 from tests.bench.accuracy import RESULTS
 from tests.bench.lora_adapters import matrices
+from tests.bench.lora_load_parts import CASES
 from tests.bench.lora_steps_table import Load
 from tests.bench.variant_contest import DIRECT, OURS
 from tests.bench.variant_contest_run import OUTPUT
@@ -198,3 +201,24 @@ def test_what_is_said_of_predictions() -> None:
         str(len(prompts)),
         f"{short(ours['prompts of 1 x 1024', '1']):.0%}",
     ]
+
+
+def test_loads_that_were_recorded_after_their_law_are_what_decision_50_says() -> None:
+    vllm, ours = (
+        [statistics.median(one.load_s for one in side.loads if one.case == case) for case in CASES]
+        for side in bench.kept_parts()
+    )
+    layer = matrices(LLAMA_8B)
+    law = []
+    for rank, modules in CASES.values():
+        shapes = [shape for name, shape in layer.items() if not modules or name.rpartition(".")[2] in modules]
+        num_bytes = 2 * 32 * rank * sum(map(sum, shapes))
+        law.append(recorded_load_s(num_bytes, 2 * 32 * len(shapes)))
+    own, said, read = ([f"{1e3 * one:.0f}" for one in each_s] for each_s in (vllm, law, ours))
+    page = words("decisions/0050-loads-in-plans.md")
+    assert f"since then (2026-11-30) | {own[0]} ms | 59 | {said[0]} |" in page
+    assert f"{own[1]}, {own[2]} and {own[3]} ms by vLLM, where the law says {said[1]}, {said[2]}" in page
+    assert f"where the law says {said[1]}, {said[2]} and {said[3]}, and" in page
+    assert f"{read[1]}, {read[2]} and {read[3]} by our plug-in (q and v: {read[0]})" in page
+    over = [100 * (one / other - 1) for one, other in zip(law, ours, strict=True)]
+    assert f"they are {min(over):.0f} to {max(over):.0f}% long" in page
