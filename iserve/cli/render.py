@@ -92,6 +92,8 @@ def print_plan(
         table, width = _candidate_table(feasible[:rows], document, out.width)
         console(at_least=width).print(table)
         out.print(f"[a-b] is a 90% interval; {document.cost_unit} is per request; {_legend(feasible[:rows])}")
+        if _is_chosen_by_load(document, feasible):
+            out.print("row 1 is chosen for the load above; the rest are ranked by one batch on one replica")
         if document.indistinguishable:
             out.print(alike_words(document, min(rows, len(feasible))))
         _print_indented(out, _corrections(feasible[:rows]))
@@ -225,6 +227,12 @@ def _print_refused(out: Console, document: PlanDocument) -> None:
 
 def _cut(text: str, width: int = 150) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _is_chosen_by_load(document: PlanDocument, feasible: Sequence[CandidateDocument]) -> bool:
+    """Return whether the first row is worse than the second by what the rows are ranked by."""
+    first, second = ([one.objective for one in feasible[:2]] + [None, None])[:2]
+    return document.joint is not None and first is not None and second is not None and first > second
 
 
 def _legend(candidates: Iterable[CandidateDocument]) -> str:

@@ -11,6 +11,7 @@ from fingerprint.capability import EngineCapabilities
 from fingerprint.config import Workload
 from fingerprint.estimates import Estimator
 from fingerprint.gpus import gpu_spec
+from iserve.cli.render import print_plan
 from iserve.evaluation.truth import true_links
 from iserve.evaluation.world import Truth
 from iserve.planning.joint_plan import chosen_plan
@@ -437,3 +438,17 @@ def test_the_embedded_engine_and_cpus_have_the_plan_of_one_batch() -> None:
     on_cpu = hypothetical_hardware(cpu, 1)
     for table in embedded, VLLM:
         is_not_joint(on_cpu, datasheet_estimator(spec, cpu, [table]), [table], GROWING)
+
+
+# --- the table
+
+
+@pytest.mark.parametrize(("gpus", "rate", "moved"), [("h100:8", 20.0, True), ("h100:2", 5.0, False)])
+def test_a_table_says_that_its_first_row_is_by_the_load(
+    gpus: str, rate: float, capsys: pytest.CaptureFixture[str], golden: Golden, *, moved: bool
+) -> None:
+    document = planned(hardware_on(gpus), wish(rate=rate), "meta-llama/Llama-3.1-70B").document
+    print_plan(document)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("row 1")]
+    golden("planning", "\n".join(said) or "nothing of a row")
+    assert bool(said) is moved
