@@ -78,6 +78,8 @@ class WorkerSpec:
     """Whether weights are random, in the checkpoint's shapes; a config.json is then enough."""
     engine_version: str | None = None
     """Engine release that was planned with; None: the first installation that is found."""
+    shares_places: bool = False
+    """Whether adapters of small ranks share places of loaded ones there, which is settled before it starts."""
     layer_caches: tuple[LayerCache, ...] = ()
     """One layer's cache of each kind of layers that the engine was seen to specify otherwise than config.json."""
     ends_at: float | None = None

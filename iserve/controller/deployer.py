@@ -318,7 +318,9 @@ class Deployer:
         work = measured.options.workload
         workers = planned.workers(row.name, source, worker_id, work, measured.profile, options)
         version = release_to_start(measured.engine)
-        return tuple(replace(spec, engine_version=version) for spec in workers)
+        found = [replace(spec, engine_version=version) for spec in workers]
+        engine = get_engine(found[0].config.engine)
+        return tuple(replace(spec, shares_places=engine.shares_places(spec)) for spec in found)
 
     def _any_is_there(self, workers: tuple[WorkerSpec, ...]) -> bool:
         node = ask_daemon(self._daemon, DaemonClient.node)

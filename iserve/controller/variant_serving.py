@@ -122,7 +122,7 @@ def variant_servers(rows: Iterable[DeploymentRow]) -> tuple[VariantServer, ...]:
                     deployment=row.name,
                     base_directory=folders.pop(),
                     config=workers[0].config,
-                    shares_places=get_engine(workers[0].config.engine).shares_places(workers[0]),
+                    shares_places=all(spec.shares_places for spec in workers),
                 )
             )
     return tuple(found)

@@ -46,18 +46,26 @@ def deployment(*workers: WorkerSpec) -> DeploymentRow:
 
 
 @pytest.mark.parametrize(("version", "shares"), [("0.33.0", True), ("0.28.0", False), (None, False)])
-def test_adapters_share_places_at_workers_with_our_plug_in(
+def test_workers_with_our_plug_in_share_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, *, shares: bool
 ) -> None:
     python = make_vllm(tmp_path / "env", version) if version else tmp_path / "none"
     monkeypatch.setenv("ISERVE_VLLM_PYTHON", str(python))
-    spec = worker(tmp_path, adapter_slots=4, adapter_rank=64)
+    engine = get_engine("vllm")
+    assert engine.shares_places(worker(tmp_path, adapter_slots=4, adapter_rank=64)) == shares
+    assert not engine.shares_places(worker(tmp_path))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_shares_are_those_of_the_release_that_a_worker_was_started_with(tmp_path: Path, *, shares: bool) -> None:
+    """Leave one that was started before places were shared as it is."""
+    spec = replace(worker(tmp_path, adapter_slots=4, adapter_rank=64), shares_places=shares)
     (server,) = variant_servers([deployment(spec)])
     for rank, shared in ((8, 1 / 8), (33, 33 / 64), (64, 1.0)):
         row = replace(ROW, max_rank=rank, base_directory=str(tmp_path.resolve()))
         (found,) = routes_by_server([row], [server], [ROW.content_hash])["d"]
         assert found.place_share == (shared if shares else 1.0)
-    assert not get_engine("vllm").shares_places(worker(tmp_path))
+    assert variant_servers([deployment(spec, replace(spec, shares_places=False))])[0].shares_places is False
 
 
 def test_the_embedded_engine_has_a_place_for_each(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import threading
@@ -340,6 +341,15 @@ def adapters_of_small_ranks_share_places() -> None:
                 assert tiny.runner.list_loras() == {one for one, _ in used}, number
                 assert len(used) <= 8 * PER_PLACE
             assert len(used) < 8 * PER_PLACE
+    with tempfile.TemporaryDirectory() as place:  # of which each matrix has the rank that its pattern says
+        tiny = tiny_model(adapters_alone=True)
+        for number in range(1, 10):
+            folder = write_adapter(Path(place) / str(number), number, rank=8)
+            config = json.loads((folder / "adapter_config.json").read_text())
+            config |= {"r": 1, "rank_pattern": {".*": 8}, "alpha_pattern": {".*": 8}}
+            (folder / "adapter_config.json").write_text(json.dumps(config))
+            assert tiny.runner.add_lora(request(number, folder))
+        assert tiny.runner.list_loras() == set(range(2, 10))
     deltas = tiny_model(background=False).manager
     assert (deltas.capacity, tiny.manager.capacity) == (8, 8 * PER_PLACE)
 

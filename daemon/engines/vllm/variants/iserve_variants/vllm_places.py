@@ -29,19 +29,30 @@ class SharingModelManager(LRUCacheLoRAModelManager):
         """Adapters that are kept at most."""
         return self.per_place * int(super().capacity)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments."""
+        self._share_of: dict[int, float] = {}  # by id, of those that are kept and maybe more
+        super().__init__(*args, **kwargs)
+
     def add_adapter(self, lora: LoRAModel) -> bool:
         """Keep an adapter; those that were not used for longest make room for it."""
         if self.per_place > 1 and lora.id not in self._registered_adapters:
-            while self._registered_adapters and self._taken() + self._share(lora) > super().capacity:
+            share = place_share(_rank(lora), self.lora_config.max_lora_rank)
+            while self._registered_adapters and self._taken() + share > super().capacity:
                 self.remove_oldest_adapter()
+            self._share_of = {one: self._share_of[one] for one in self._registered_adapters} | {lora.id: share}
         return bool(super().add_adapter(lora))
 
     def _taken(self) -> float:
-        """Return the places that are taken; vLLM's view of what is kept changes nothing of its order."""
-        return sum(map(self._share, self._registered_adapters.cache.values()))
+        """Return the places that are taken."""
+        return sum(self._share_of[one] for one in self._registered_adapters)
 
-    def _share(self, lora: LoRAModel) -> float:
-        return place_share(lora.rank, self.lora_config.max_lora_rank)
+
+def _rank(lora: LoRAModel) -> int:
+    """Return the largest rank of an adapter's matrices, joined ones of modules that are one among them."""
+    factors = (weights.lora_a for weights in lora.loras.values())
+    each = (one for a in factors for one in (a if isinstance(a, list) else [a]))
+    return max((int(one.shape[-2]) for one in each if one is not None), default=1)
 
 
 class SharingWorkerManager(LRUCacheWorkerLoRAManager):
