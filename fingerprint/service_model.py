@@ -116,11 +116,15 @@ class ServiceModel:
 
     @property
     def idle_s(self) -> float:
-        """Time of a mean request on an idle replica if each step read all weights, as steps under load do.
+        """Time of a mean request on an idle replica whose steps read nearly all experts, as those under load do.
 
         That of one alone, but for a mixture: its first sequences each make the next step read further experts.
+        Once these are read, further sequences take a step longer by what is their own; that is left out, on the
+        line through steps of as many sequences and of twice as many.
         """
-        return self.prompt_s + (self.output_tokens - 1) * _between(self.rounds_s, self.experts_read_by)
+        few, many = (_between(self.rounds_s, times * self.experts_read_by) for times in (1, 2))
+        step_s = self.rounds_s[0] if self.experts_read_by == 1 else max(self.rounds_s[0], 2 * few - many)
+        return self.prompt_s + (self.output_tokens - 1) * step_s
 
     def request_s(self, batch: float) -> float:
         """Return the time of a mean request that always runs among ``batch``, with the other requests' prompts."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fingerprint.capability import EngineCapabilities
 from fingerprint.estimates import Estimator
 from fingerprint.model_spec import ModelSpec
 from iserve.planning.document import CapacityBound, JointPlanDocument
-from iserve.planning.joint_choice import ExpectedModel, JointChoice, JointQuestion, expected_model, joint_choice
-from iserve.planning.joint_promise import promised_choice
+from iserve.planning.joint_choice import ExpectedModel, JointChoice, JointQuestion, expected_model
+from iserve.planning.joint_promise import misses_too_many, promised_choice
 from iserve.planning.launch_limits import largest_step
 from iserve.planning.more_gpus import least_more_gpus, more_gpus_advice
 from iserve.planning.pipeline import (
@@ -30,6 +30,8 @@ from planner.intent import LIMITED, IntentKind
 from planner.plan import Limit, LimitKind, Nearest, Plan, Relaxation, Room, WhyNot
 
 __all__ = ["ChosenPlan", "chosen_plan", "joint_capacity", "joint_document"]
+
+_TIMES = (LimitKind.TTFT, LimitKind.TPOT, LimitKind.E2E)
 
 ChosenPlan = tuple[Plan, JointChoice | None]  # a plan, and the joint choice that it is where it is one
 
@@ -58,25 +60,19 @@ def chosen_plan(
     if not options.is_joint(engines, hardware.gpu):
         return make_plan(spec, hardware, estimator, engines, options), None
     plan = make_plan(spec, hardware, estimator, engines, options.of_one_batch)
-    asked = _question(plan, kept or spec, hardware, estimator, engines, options)
-
-    def choice_with(more: int) -> JointChoice | None:
-        """Return the choice on so many more GPUs that serves the rate."""
-        wide = with_more(hardware, more)
-        plan = plan_on(wide, spec, estimator, engines, options.of_one_batch)
-        found = joint_choice(_question(plan, kept or spec, wide, estimator, engines, options))
-        return found if found is not None and found.forecast.utilisation <= 1 else None
-
+    case = _Case(spec=spec, kept=kept or spec, estimator=estimator, engines=engines)
+    asked = case.question(plan, hardware, options)
     choice, served = promised_choice(asked)
     plan = replace(plan, intent=options.intent)
-    if choice is None and asked.estimates and (options.intent.rate_per_s is not None or options.replicas > 1):
+    has_rate = options.intent.rate_per_s is not None
+    if choice is None and asked.estimates and (has_rate or options.replicas > 1):
         again = replace(options, expect=0, expected_models=())
-        return make_plan(kept or spec, hardware, estimator, engines, again), None
-    num_gpus, has_rate = len(hardware.snapshot.gpus), options.intent.rate_per_s is not None
+        plan = make_plan(case.kept, hardware, estimator, engines, again)
+        return _with_gpus(plan, hardware, options, case), None
     if choice is None:  # the limits refuse it, whatever the rate and the number
-        return (_with_gpus(plan, num_gpus, choice_with) if has_rate else plan), None
+        return (_with_gpus(plan, hardware, options, case) if has_rate else plan), None
     if choice.rate_per_s is not None and choice.forecast.utilisation > 1:
-        return _with_gpus(_not_served(plan, choice), num_gpus, choice_with), None
+        return _with_gpus(_not_served(plan, choice), hardware, options, case), None
     chosen = next(one for one in plan.candidates if one.config == choice.config)
     rest = (one for one in plan.candidates if one is not chosen)
     later = max(options.expect - choice.neighbours - 1, len(options.expected_models)) - choice.unplaced
@@ -90,23 +86,33 @@ def chosen_plan(
     ), choice
 
 
-def _question(
-    plan: Plan,
-    spec: ModelSpec,
-    hardware: Hardware,
-    estimator: Estimator,
-    engines: Sequence[EngineCapabilities],
-    options: PlanOptions,
-) -> JointQuestion:
-    """Return the question which of the configurations that are feasible by ``plan`` go where."""
-    return JointQuestion(
-        estimates=[one.estimate for one in plan.candidates if one.feasible and one.estimate is not None],
-        spec=spec,
-        hardware=hardware,
-        estimator=estimator,
-        options=options,
-        expected=_expected(hardware, engines, options),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """Model, estimator and engines of a plan, which go on as they are where hardware or limits change."""
+
+    spec: ModelSpec
+    kept: ModelSpec  # the model as the engine keeps it
+    estimator: Estimator
+    engines: Sequence[EngineCapabilities]
+
+    def question(self, plan: Plan, hardware: Hardware, options: PlanOptions) -> JointQuestion:
+        """Return the question which of the configurations that are feasible by ``plan`` go where."""
+        return JointQuestion(
+            estimates=[one.estimate for one in plan.candidates if one.feasible and one.estimate is not None],
+            spec=self.kept,
+            hardware=hardware,
+            estimator=self.estimator,
+            options=options,
+            expected=_expected(hardware, self.engines, options),
+        )
+
+    def choice_on(self, hardware: Hardware, options: PlanOptions) -> JointChoice | None:
+        """Return the choice, None: there is none that serves the rate and keeps the SLO."""
+        plan = plan_on(hardware, self.spec, self.estimator, self.engines, options.of_one_batch)
+        found, served = promised_choice(self.question(plan, hardware, options))
+        if found is None or found.forecast.utilisation > 1:
+            return None
+        return None if served is not None and misses_too_many(served) else found
 
 
 def _expected(
@@ -184,12 +190,26 @@ def joint_document(choice: JointChoice) -> JointPlanDocument:
     )
 
 
-def _with_gpus(plan: Plan, num_gpus: int, choice_with: Callable[[int], JointChoice | None]) -> Plan:
-    """Return ``plan``, which nothing is feasible for, with advice on the GPUs that serve the rate."""
-    rest = tuple(one for one in plan.why_not.relaxations if one.limit is not LimitKind.GPUS)
-    if (enough := least_more_gpus(num_gpus, choice_with)) is not None:
-        rest = (*rest, more_gpus_advice(num_gpus, enough[0], enough[1].config, None))
-    return replace(plan, why_not=replace(plan.why_not, relaxations=rest))
+def _with_gpus(plan: Plan, hardware: Hardware, options: PlanOptions, case: _Case) -> Plan:
+    """Return ``plan``, which nothing is feasible for, with advice that holds at the rate, and on more GPUs.
+
+    Advice of one batch on one replica is left out where the rate is not served so.
+    """
+
+    def holds(advice: Relaxation) -> bool:
+        slo = options.intent.slo
+        if advice.limit not in _TIMES or slo is None or options.intent.rate_per_s is None:
+            return True
+        looser = replace(slo, **{f"{advice.limit}_s": advice.needed})
+        intent = replace(options.intent, slo=looser)
+        return case.choice_on(hardware, replace(options, intent=intent)) is not None
+
+    rest = [one for one in plan.why_not.relaxations if one.limit is not LimitKind.GPUS and holds(one)]
+    num_gpus = len(hardware.snapshot.gpus)
+    enough = least_more_gpus(num_gpus, lambda more: case.choice_on(with_more(hardware, more), options))
+    if enough is not None:
+        rest.append(more_gpus_advice(num_gpus, enough[0], enough[1].config, None))
+    return replace(plan, why_not=replace(plan.why_not, relaxations=tuple(rest)))
 
 
 def _not_served(plan: Plan, choice: JointChoice) -> Plan:

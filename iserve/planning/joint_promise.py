@@ -16,7 +16,7 @@ from planner.costs import figures
 from planner.intent import Slo
 from planner.plan import LoadForecast
 
-__all__ = ["promised_choice"]
+__all__ = ["misses_too_many", "promised_choice"]
 
 # Shares of a limit that the mean request keeps, where too many of all requests would miss the whole one.
 _TIGHTER = (0.7, 0.5, 0.35, 0.25)
@@ -33,7 +33,7 @@ def promised_choice(asked: JointQuestion) -> tuple[JointChoice | None, LoadForec
     if choice is None or choice.rate_per_s is None or choice.forecast.utilisation > 1:
         return choice, None
     promise = _promise(choice, choice.rate_per_s, estimator, options)
-    if choice.goal is not FleetGoal.LATENCY and _misses_too_many(promise):
+    if choice.goal is not FleetGoal.LATENCY and misses_too_many(promise):
         if (kept := _kept_by_tighter_limits(asked, choice.rate_per_s)) is not None:
             return kept
         faster = joint_choice(asked, FleetGoal.LATENCY)
@@ -54,7 +54,7 @@ def _kept_by_tighter_limits(asked: JointQuestion, rate_per_s: float) -> tuple[Jo
         if choice is None or choice.forecast.utilisation > 1:
             continue
         promise = _promise(choice, rate_per_s, asked.estimator, asked.options)
-        if not _misses_too_many(promise):
+        if not misses_too_many(promise):
             return choice, promise
     return None
 
@@ -85,7 +85,7 @@ def _promise(choice: JointChoice, rate_per_s: float, estimator: Estimator, optio
     return told_of(served, 0, intent)
 
 
-def _misses_too_many(promise: LoadForecast) -> bool:
+def misses_too_many(promise: LoadForecast) -> bool:
     """Return whether more requests are forecast to miss the SLO than its percentile allows."""
     return promise.miss_probability is not None and promise.miss_probability > 1 - promise.percentile / 100
 

@@ -15,6 +15,7 @@ from iserve.cli.render import print_plan
 from iserve.evaluation.truth import true_links
 from iserve.evaluation.world import Truth
 from iserve.planning.joint_plan import chosen_plan
+from iserve.planning.joint_promise import misses_too_many
 from iserve.planning.pipeline import (
     Hardware,
     PlanOptions,
@@ -210,6 +211,7 @@ def test_a_rate_that_more_gpus_serve_is_refused_with_their_number(kind: IntentKi
         pytest.param("a6000:1", 60.0, LLAMA, id="several-times-as-many"),
         pytest.param("h100:1", 20.0, "meta-llama/Llama-3.1-70B", id="split-over-gpus-of-which-there-is-one"),
         pytest.param("h100:4", 5.0, "meta-llama/Llama-3.1-405B", id="does-not-fit-without-the-rate"),
+        pytest.param("a6000:3", 9.0, "meta-llama/Llama-3.1-70B", id="no-room-for-the-longest-request"),
     ],
 )
 def test_gpus_that_are_advised_with_a_rate_serve_it_and_one_less_does_not(
@@ -221,6 +223,21 @@ def test_gpus_that_are_advised_with_a_rate_serve_it_and_one_less_does_not(
     advice = relaxation(plan, LimitKind.GPUS)
     assert choice_of(hardware_on(f"{kind}:{advice.needed:.0f}"), wish(rate=rate), name).config == advice.config
     assert chosen(hardware_on(f"{kind}:{advice.needed - 1:.0f}"), wish(rate=rate), name)[1] is None
+
+
+def test_advice_of_an_slo_at_a_rate_holds_at_that_rate() -> None:
+    """A looser limit admits one request on one H100, and not 20 a second, which several serve in time."""
+    name, slow = "meta-llama/Llama-3.1-70B", replace(wish(rate=20.0), longer_requests=False)
+    intent = Intent(kind=IntentKind.LATENCY_SLO, slo=Slo(e2e_s=4.0), rate_per_s=20.0)
+    options = replace(slow, intent=intent)
+    plan, choice = chosen(hardware_on("h100:1"), options, name)
+    assert (plan.best, choice) == (None, None)
+    assert LimitKind.E2E not in {one.limit for one in plan.why_not.relaxations}
+    advice = relaxation(plan, LimitKind.GPUS)
+    wide, found = chosen(hardware_on(f"h100:{advice.needed:.0f}"), options, name)
+    assert found is not None
+    assert wide.served is not None
+    assert not misses_too_many(wide.served)
 
 
 def test_no_more_free_memory_is_advised_than_a_gpu_has() -> None:
