@@ -71,6 +71,7 @@ def test_shares_are_those_of_the_release_that_a_worker_was_started_with(tmp_path
 def test_the_embedded_engine_has_a_place_for_each(tmp_path: Path) -> None:
     spec = worker(tmp_path, adapter_slots=4, adapter_rank=64)
     own = replace(spec, config=DeploymentConfig(engine="torch", adapter_slots=4, adapter_rank=64))
+    assert not get_engine("torch").shares_places(own)
     (server,) = variant_servers([deployment(own)])
     assert server.place_share(ROW) == 1.0
 
