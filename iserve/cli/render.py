@@ -231,8 +231,10 @@ def _cut(text: str, width: int = 150) -> str:
 
 def _is_chosen_by_load(document: PlanDocument, feasible: Sequence[CandidateDocument]) -> bool:
     """Return whether the first row is worse than the second by what the rows are ranked by."""
-    first, second = ([one.objective for one in feasible[:2]] + [None, None])[:2]
-    return document.joint is not None and first is not None and second is not None and first > second
+    if document.joint is None or len(feasible) < 2:
+        return False
+    first, second = (one.objective for one in feasible[:2])
+    return first is not None and second is not None and first > second
 
 
 def _legend(candidates: Iterable[CandidateDocument]) -> str:

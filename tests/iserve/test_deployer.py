@@ -215,6 +215,7 @@ def test_a_step_that_could_not_be_recorded_fails_nothing(
 
 def test_a_plan_is_recorded_with_its_workers(world: World, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     """A controller that is killed after any write leaves no plan next to the workers of the one before."""
+    monkeypatch.setattr(type(get_engine("torch")), "shares_places", lambda *_: True)
     world.start()
     world.know_demo()
     former = world.node.spec("a-1", limits=limits(1 << 60))
@@ -236,6 +237,7 @@ def test_a_plan_is_recorded_with_its_workers(world: World, monkeypatch: pytest.M
     assert row.plan == plans[0].decode()
     (worker,) = from_json(row.workers or "[]", tuple[WorkerSpec, ...])
     assert worker.limits != former.limits
+    assert (former.shares_places, worker.shares_places) == (False, True)  # what the engine says as it is planned
 
 
 def test_requests_beyond_the_models_context_are_refused_before_anything_is_measured(
